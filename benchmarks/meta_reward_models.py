@@ -37,7 +37,7 @@ from hybridrl.algorithms.meta_learning import InnerLoop
 from hybridrl.batch.batch import Batch, RaggedColumn
 from hybridrl.config.schema import DataConfig
 from hybridrl.data.character_tokenizer import build_character_tokenizer
-from hybridrl.data.datasets import load_preference_pairs
+from hybridrl.data.datasets import load_rows
 from hybridrl.data.stored_rows import StoredRows, store_rows
 from hybridrl.data.task_blocks import (
     TaskSchedule,
@@ -154,7 +154,7 @@ def describe(text: str) -> np.ndarray:
 def read_pairs(file: Path, rows: list[dict[str, str]], tokenizer: Any) -> Batch:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = DataConfig(path=str(file))
-    return load_preference_pairs(config, tokenizer, held_out=0, seed=0).training
+    return load_rows("pairs", config, tokenizer, held_out=0, seed=0).training
 
 
 def adapt(model: Any, pairs: Batch) -> tuple[Tensor, Tensor]:

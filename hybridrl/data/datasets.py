@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -60,7 +60,24 @@ _TASK_COLUMNS = {
 _log = logging.getLogger(__name__)
 
 
-def load_prompts(
+class _RowKind(NamedTuple):
+    """How rows of one kind are read.
+
+    Attributes:
+        of_task: The task's function that makes its rows; they pass through `prepare`.
+        tokenize: Called with a reader, the rows and `columns`, by the names of their settings.
+        optional: Settings whose column the files may lack.
+    """
+
+    of_task: str
+    tokenize: Callable[..., Batch]
+    columns: Mapping[str, str | None]
+    optional: Sequence[str] = ()
+    prepare: Callable[[pa.Table], pa.Table] = lambda rows: rows
+
+
+def load_rows(
+    kind: str,
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -68,24 +85,32 @@ def load_prompts(
     seed: int,
     origin: RowOrigin = DATA,
 ) -> DataSplits:
-    """Read and tokenize the prompts that `config` names.
+    """Read and tokenize the rows that `config` names.
 
     Args:
-        held_out: Number of prompts to evaluate on.
-        seed: Draws the held-out prompts, and the problems of a built-in task.
+        kind: What is learned from, see `Trainer.DATA`: `prompts`, whose columns are those of
+            `tokenize_prompts`; `examples`, a task's problems with their answers,
+            `data.messages_column`, or prompts with responses (`tokenize_examples`); `pairs`
+            (`tokenize_preference_pairs`); or `responses` that are marked as good or bad
+            (`tokenize_labelled_responses`).
+        held_out: Number of rows to evaluate on.
+        seed: Draws the held-out rows, and the problems of a built-in task.
 
     Raises:
         DataError: for a missing file or column, a malformed row, or no rows at all.
         ConfigError: for settings that contradict each other or the tokenizer.
     """
-    columns = _name_columns(config, "prompt_column", "answer_column")
-    _check_prompt_column(columns, origin, "")
-    load = partial(_load_splits, config, origin, tokenizer, held_out, seed)
-    found = load("problems", tokenize_prompts, columns, prepare=_fill_missing_answers)
-    if config.task is None or set(found.training["answer"]) <= {NO_REFERENCE_ANSWER}:
+
+    def load(kind: str) -> DataSplits:
+        how = _ROW_KINDS[kind](config, origin)
+        return _load_splits(config, origin, tokenizer, held_out, seed, how)
+
+    found = load(kind)
+    if kind != "prompts" or config.task is None:
         return found
-    examples = load_examples(config, tokenizer, held_out=held_out, seed=seed, origin=origin)
-    return found._replace(examples=examples.training)
+    if set(found.training["answer"]) <= {NO_REFERENCE_ANSWER}:
+        return found
+    return found._replace(examples=load("examples").training)
 
 
 def load_eval_prompts(
@@ -104,54 +129,84 @@ def load_eval_prompts(
         seed: Of the draw, and of a built-in task's problems.
 
     Raises:
-        DataError, ConfigError: as `load_prompts` does.
+        DataError, ConfigError: as `load_rows` does.
     """
     holds_out = config.task is not None or _find_eval_split(config)[0] is not None
-    found = load_prompts(
-        config, tokenizer, held_out=number if holds_out else 0, seed=seed, origin=origin
-    )
+    held_out = number if holds_out else 0
+    found = load_rows("prompts", config, tokenizer, held_out=held_out, seed=seed, origin=origin)
     rows = found.training if found.held_out is None else found.held_out
     return sample_batch_rows(rows, number, seed)
 
 
-def load_examples(
+def _load_splits(
     config: DataConfig,
+    origin: RowOrigin,
     tokenizer: PreTrainedTokenizerBase,
-    *,
     held_out: int,
     seed: int,
-    origin: RowOrigin = DATA,
+    how: _RowKind,
 ) -> DataSplits:
-    """Load and tokenize supervised examples: a task's problems with their answers,
-    `data.messages_column`, or prompts with responses.
+    """Load and tokenize rows of files, or of a task."""
+    _check_file_settings(config, origin)
 
-    The arguments and errors are those of `load_prompts`, the columns those of `tokenize_examples`.
-    """
-    load = partial(_load_splits, config, origin, tokenizer, held_out, seed)
+    def tokenized(rows: pa.Table, refused: RefusedRows) -> Batch:
+        return how.tokenize(RowReader.of(config, tokenizer, refused), rows, **how.columns)
+
+    if config.task is not None:
+        training, kept = map(
+            how.prepare, _make_task_rows(config, origin, how.of_task, held_out, seed)
+        )
+        refused = RefusedRows(origin=origin)
+        held_out_rows = tokenized(kept, refused) if len(kept) else None
+        return DataSplits(tokenized(training, refused), held_out_rows)
+    eval_path, eval_split = _find_eval_split(config)
+    required: dict[str, str] = {
+        origin / name: column
+        for name, column in how.columns.items()
+        if column is not None and name not in how.optional
+    }
+
+    def made(path: str, split: str | None, origin: RowOrigin = origin) -> Batch:
+        recipe = RowRecipe(config, origin, path, how.tokenize, how.columns, required)
+        found = find_rows(path, split, origin)
+        if size := estimate_large_size(found):
+            rows = load_token_rows(recipe, found, size, tokenizer)
+            if rows is not None:
+                return rows
+        refused = recipe.refused()
+        batch = recipe.make(partial(read_found_rows, found, path), tokenizer, refused)
+        refused.tell()
+        return batch
+
+    batch = made(str(config.path), config.split)
+    if eval_path is None:
+        return split_held_out(batch, held_out, seed)
+    if config.eval_path is not None:
+        rows = f"`{origin / 'eval_path'}`"
+        origin = origin._replace(rows=rows, is_eval_path=True)
+    others = made(eval_path, eval_split, origin)
+    return DataSplits(batch, sample_batch_rows(others, held_out, seed) if held_out else None)
+
+
+def _read_prompts(config: DataConfig, origin: RowOrigin) -> _RowKind:
+    columns = _name_columns(config, "prompt_column", "answer_column")
+    _check_prompt_column(columns, origin, "")
+    return _RowKind("problems", tokenize_prompts, columns, prepare=_fill_missing_answers)
+
+
+def _read_examples(config: DataConfig, origin: RowOrigin) -> _RowKind:
     if config.task is not None and hasattr(load_task(config.task, origin / "task"), "examples"):
-        return load("examples", tokenize_task_turns, {})
+        return _RowKind("examples", tokenize_task_turns, {})
     conversations = _name_columns(config, "messages_column")
     if conversations["messages_column"] is not None:
-        return load("problems", tokenize_conversations, conversations)
+        return _RowKind("problems", tokenize_conversations, conversations)
     columns = _name_columns(config, "prompt_column", "response_column")
     or_messages = f", or `{origin / 'messages_column'}` to that of the conversations to learn"
     _check_prompt_column(columns, origin, or_messages)
-    return load("problems", tokenize_examples, columns, prepare=_select_answered)
+    return _RowKind("problems", tokenize_examples, columns, prepare=_select_answered)
 
 
-def load_preference_pairs(
-    config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    held_out: int,
-    seed: int,
-    origin: RowOrigin = DATA,
-) -> DataSplits:
-    """Read and tokenize preference pairs.
-
-    The arguments and errors are those of `load_prompts`, the columns those of
-    `tokenize_preference_pairs`.
-    """
+def _read_pairs(config: DataConfig, origin: RowOrigin) -> _RowKind:
     named = ["prompt_column", "chosen_column", "rejected_column", "margin_column"]
     columns = _name_columns(config, *named, "ranked_column", "scores_column")
     if columns["ranked_column"] is not None:
@@ -159,34 +214,24 @@ def load_preference_pairs(
     if config.task_column is not None:
         columns |= _name_columns(config, "task_column")
     # The prompt may stand in the conversations instead; `tokenize_preference_pairs` finds out.
-    return _load_splits(
-        *(config, origin, tokenizer, held_out, seed, "pairs", tokenize_preference_pairs, columns),
-        optional=("prompt_column",),
-    )
+    return _RowKind("pairs", tokenize_preference_pairs, columns, optional=("prompt_column",))
 
 
-def load_labelled_responses(
-    config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    held_out: int,
-    seed: int,
-    origin: RowOrigin = DATA,
-) -> DataSplits:
-    """Read and tokenize responses that are marked as good or bad.
-
-    The arguments and errors are those of `load_prompts`, the columns those of
-    `tokenize_labelled_responses`.
-    """
+def _read_responses(config: DataConfig, origin: RowOrigin) -> _RowKind:
     if config.task is not None or config.label_column is None:
-        named = ("prompt_column", "chosen_column", "rejected_column")
-        tokenize: Callable[..., Batch] = tokenize_unpaired_responses
-    else:
-        named = ("prompt_column", "response_column", "label_column")
-        tokenize = tokenize_labelled_responses
-        _check_prompt_column(_name_columns(config, "prompt_column"), origin, "")
-    load = partial(_load_splits, config, origin, tokenizer, held_out, seed)
-    return load("pairs", tokenize, _name_columns(config, *named))
+        columns = _name_columns(config, "prompt_column", "chosen_column", "rejected_column")
+        return _RowKind("pairs", tokenize_unpaired_responses, columns)
+    columns = _name_columns(config, "prompt_column", "response_column", "label_column")
+    _check_prompt_column(columns, origin, "")
+    return _RowKind("pairs", tokenize_labelled_responses, columns)
+
+
+_ROW_KINDS: Mapping[str, Callable[[DataConfig, RowOrigin], _RowKind]] = {
+    "prompts": _read_prompts,
+    "examples": _read_examples,
+    "pairs": _read_pairs,
+    "responses": _read_responses,
+}
 
 
 def _name_columns(config: DataConfig, *settings: str) -> dict[str, str | None]:
@@ -206,64 +251,6 @@ def _check_prompt_column(
             f"`{origin / 'prompt_column'}` is null, which only preference pairs allow. Set it to "
             f"the column of the prompts{otherwise}."
         )
-
-
-def _load_splits(
-    config: DataConfig,
-    origin: RowOrigin,
-    tokenizer: PreTrainedTokenizerBase,
-    held_out: int,
-    seed: int,
-    of_task: str,
-    tokenize: Callable[..., Batch],
-    columns: Mapping[str, str | None],
-    optional: Sequence[str] = (),
-    prepare: Callable[[pa.Table], pa.Table] = lambda rows: rows,
-) -> DataSplits:
-    """Load and tokenize rows of files, or of a task.
-
-    Args:
-        of_task: The task's function that makes its rows; they pass through `prepare`.
-        tokenize: Called with a reader, the rows and `columns`, by the names of their settings.
-        optional: Settings whose column the files may lack.
-    """
-    _check_file_settings(config, origin)
-
-    def tokenized(rows: pa.Table, refused: RefusedRows) -> Batch:
-        return tokenize(RowReader.of(config, tokenizer, refused), rows, **columns)
-
-    if config.task is not None:
-        training, kept = map(prepare, _make_task_rows(config, origin, of_task, held_out, seed))
-        refused = RefusedRows(origin=origin)
-        held_out_rows = tokenized(kept, refused) if len(kept) else None
-        return DataSplits(tokenized(training, refused), held_out_rows)
-    eval_path, eval_split = _find_eval_split(config)
-    required: dict[str, str] = {
-        origin / name: column
-        for name, column in columns.items()
-        if column is not None and name not in optional
-    }
-
-    def made(path: str, split: str | None, origin: RowOrigin = origin) -> Batch:
-        recipe = RowRecipe(config, origin, path, tokenize, columns, required)
-        found = find_rows(path, split, origin)
-        if size := estimate_large_size(found):
-            rows = load_token_rows(recipe, found, size, tokenizer)
-            if rows is not None:
-                return rows
-        refused = recipe.refused()
-        batch = recipe.make(partial(read_found_rows, found, path), tokenizer, refused)
-        refused.tell()
-        return batch
-
-    batch = made(str(config.path), config.split)
-    if eval_path is None:
-        return split_held_out(batch, held_out, seed)
-    if config.eval_path is not None:
-        rows = f"`{origin / 'eval_path'}`"
-        origin = origin._replace(rows=rows, is_eval_path=True)
-    others = made(eval_path, eval_split, origin)
-    return DataSplits(batch, sample_batch_rows(others, held_out, seed) if held_out else None)
 
 
 def _check_file_settings(config: DataConfig, origin: RowOrigin) -> None:

@@ -13,13 +13,7 @@ import pyarrow.parquet as pq
 from hybridrl.batch.batch import Batch
 from hybridrl.config.meta_schema import MetaConfig
 from hybridrl.config.schema import Config, DataConfig, is_served
-from hybridrl.data.datasets import (
-    check_eval_data_separate,
-    load_examples,
-    load_labelled_responses,
-    load_preference_pairs,
-    load_prompts,
-)
+from hybridrl.data.datasets import check_eval_data_separate, load_rows
 from hybridrl.data.environment_tasks import ENVIRONMENT_TASK, load_environment_tasks
 from hybridrl.data.held_out import DataSplits
 from hybridrl.data.mixture import load_mixture, parse_sources
@@ -30,14 +24,6 @@ from hybridrl.data.task_blocks import sort_by_task, split_tasks
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.system.content_cache import find_cache_folder
 from hybridrl.system.storage import explain_write_errors
-
-LOADERS = {
-    "prompts": load_prompts,
-    "examples": load_examples,
-    "pairs": load_preference_pairs,
-    "responses": load_labelled_responses,
-}
-"""By what a trainer learns from; see `Trainer.DATA`."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +57,7 @@ def load_job_data(
 
     def load(data: DataConfig, origin: RowOrigin, number: int) -> DataSplits:
         seed = config.run.seed
-        return LOADERS[kind](data, tokenizer, held_out=number, seed=seed, origin=origin)
+        return load_rows(kind, data, tokenizer, held_out=number, seed=seed, origin=origin)
 
     if trains:
         for source in parse_sources(config.data):

@@ -16,7 +16,7 @@ from hybridrl.algorithms.meta_learning import InnerLoop
 from hybridrl.batch.batch import Batch
 from hybridrl.composition.load import load_run_config
 from hybridrl.config.schema import Config, DataConfig
-from hybridrl.data.datasets import load_preference_pairs
+from hybridrl.data.datasets import load_rows
 from hybridrl.data.task_blocks import number_task
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.models.folder_checks import silence_transformers
@@ -65,8 +65,8 @@ def adapt_reward_model(run: Path, pairs: str, folder: Path, task: str | None) ->
         load = AutoModelForSequenceClassification.from_pretrained
         model = load(run / MODEL, dtype=torch.float32).eval()
     tokenizer = load_tokenizer(str(run / MODEL))
-    found = load_preference_pairs(
-        _read_as_new_data(config, pairs), tokenizer, held_out=0, seed=config.run.seed
+    found = load_rows(
+        "pairs", _read_as_new_data(config, pairs), tokenizer, held_out=0, seed=config.run.seed
     )
     _check_lengths(model, found.training, pairs)
     with explain_write_errors(folder, "FOLDER"):

@@ -15,7 +15,7 @@ from hybridrl import Turn
 from hybridrl.batch.batch import Batch
 from hybridrl.checks.check_list import check
 from hybridrl.data.character_tokenizer import build_character_tokenizer
-from hybridrl.data.datasets import load_prompts
+from hybridrl.data.datasets import load_rows
 from hybridrl.data.tasks import calculator
 from hybridrl.errors import ConfigError, RolloutError
 from hybridrl.job.config_resolution import load_config
@@ -520,7 +520,7 @@ def test_the_calculator_task():
     assert everything == {f"{a}*{b}=": str(a * b) for a in numbers for b in numbers}
     config = load_config(["data=calculator"]).data
     tokenizer = build_character_tokenizer(calculator.CHARACTERS)
-    loaded = load_prompts(config, tokenizer, held_out=256, seed=3)
+    loaded = load_rows("prompts", config, tokenizer, held_out=256, seed=3)
     examples = loaded.examples
     assert len(examples) == len(training)
     with_tool = 0

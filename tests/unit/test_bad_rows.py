@@ -8,12 +8,7 @@ import pytest
 
 from hybridrl.config.schema import DataConfig
 from hybridrl.data.character_tokenizer import build_character_tokenizer
-from hybridrl.data.datasets import (
-    load_eval_prompts,
-    load_examples,
-    load_preference_pairs,
-    load_prompts,
-)
+from hybridrl.data.datasets import load_eval_prompts, load_rows
 from hybridrl.data.refused_rows import collected
 from hybridrl.errors import DataError
 from hybridrl.job.config_resolution import load_config
@@ -55,7 +50,7 @@ def mixed():
 def test_bad_rows_are_left_out_and_counted_by_reason(tokenizer, tmp_path, caplog):
     config = config_of(tmp_path, mixed())
     with caplog.at_level(logging.WARNING), collected() as refused:
-        rows = load_prompts(config, tokenizer, held_out=0, seed=0).training
+        rows = load_rows("prompts", config, tokenizer, held_out=0, seed=0).training
     assert list(rows["prompt"]) == [row["prompt"] for row in GOOD]
     assert list(rows["answer"]) == [row["answer"] for row in GOOD]
     assert list(rows["kind"]) == [row["kind"] for row in GOOD]
@@ -76,29 +71,29 @@ def test_an_error_names_the_first_row_and_counts_the_others(tokenizer, tmp_path)
     config = config_of(tmp_path, [{"prompt": "1+1=", "answer": ""}, *GOOD, {"prompt": "x" * 3}])
     config.bad_rows = "error"
     with pytest.raises(DataError, match=r"Row 1 of the data has ''.*2 rows are refused of 22"):
-        load_prompts(config, tokenizer, held_out=0, seed=0)
+        load_rows("prompts", config, tokenizer, held_out=0, seed=0)
     config = config_of(tmp_path, [*GOOD, *[{"prompt": "1+1=", "answer": ""}] * 2])
     config.bad_rows = "error"
     words = r"Row 21 of the data has ''.*2 rows are refused of 22: 2 without an answer\. data.bad_"
     with pytest.raises(DataError, match=words):
-        load_prompts(config, tokenizer, held_out=0, seed=0)
+        load_rows("prompts", config, tokenizer, held_out=0, seed=0)
 
 
 def test_too_many_bad_rows_are_an_error_all_the_same(tokenizer, tmp_path):
     config = config_of(tmp_path, mixed(), bad_rows_limit=0.1)
     words = r"3 of the 23 rows .* more than data.bad_rows_limit=0.1.*1 without an answer.*Row 1 of"
     with pytest.raises(DataError, match=words):
-        load_prompts(config, tokenizer, held_out=0, seed=0)
+        load_rows("prompts", config, tokenizer, held_out=0, seed=0)
     config = config_of(tmp_path, ['{"prompt": '] * 3, bad_rows_limit=0.9)
     with pytest.raises(DataError, match="3 of the 3 rows"):
-        load_prompts(config, tokenizer, held_out=0, seed=0)
+        load_rows("prompts", config, tokenizer, held_out=0, seed=0)
 
 
 def test_answers_of_another_format_are_bad_rows(tokenizer, tmp_path):
     rows = [{"prompt": f"{n}=", "answer": f"so\n#### {n}"} for n in range(10)]
     rows[2:2] = [{"prompt": "5=", "answer": "no marks"}]
     config = config_of(tmp_path, rows, answer_format="gsm8k")
-    found = load_prompts(config, tokenizer, held_out=0, seed=0).training
+    found = load_rows("prompts", config, tokenizer, held_out=0, seed=0).training
     assert list(found["answer"]) == [str(n) for n in range(10)]
     found = load_eval_prompts(config, tokenizer, number=4, seed=0)
     assert len(found) == 4
@@ -106,7 +101,7 @@ def test_answers_of_another_format_are_bad_rows(tokenizer, tmp_path):
 
 def test_rows_to_evaluate_on_are_dropped_too(tokenizer, tmp_path):
     config = config_of(tmp_path, GOOD, eval_path=write(tmp_path / "eval.jsonl", mixed()))
-    rows = load_prompts(config, tokenizer, held_out=100, seed=0)
+    rows = load_rows("prompts", config, tokenizer, held_out=100, seed=0)
     assert list(rows.held_out["prompt"]) == [row["prompt"] for row in GOOD]
 
 
@@ -120,7 +115,7 @@ def test_pairs_examples_and_conversations_drop_bad_rows(tokenizer, tmp_path):
     unended = {"chosen": turns("1+1=", "2", "3+"), "rejected": turns("1+1=", "3")}
     config = config_of(tmp_path, [parted, good, unended, good], prompt_column=None)
     with collected() as refused:
-        pairs = load_preference_pairs(config, tokenizer, held_out=0, seed=0).training
+        pairs = load_rows("pairs", config, tokenizer, held_out=0, seed=0).training
     assert len(pairs) == 2
     assert set(refused[0].figures()["reasons"]) == {
         "whose responses follow different messages",
@@ -128,20 +123,20 @@ def test_pairs_examples_and_conversations_drop_bad_rows(tokenizer, tmp_path):
     }
     talks = [{"messages": one} for one in (turns("1+1=", "2"), turns("1"), turns("2+1=", "3"))]
     config = config_of(tmp_path, talks, messages_column="messages")
-    found = load_examples(config, tokenizer, held_out=0, seed=0).training
+    found = load_rows("examples", config, tokenizer, held_out=0, seed=0).training
     assert [tokenizer.decode(ids) for ids in found["response_ids"].rows()] == ["2<eos>", "3<eos>"]
     said = [{"prompt": "1+1=", "response": "2"}, {"prompt": "", "response": "3"}]
     config = config_of(tmp_path, said)
-    assert len(load_examples(config, tokenizer, held_out=0, seed=0).training) == 1
+    assert len(load_rows("examples", config, tokenizer, held_out=0, seed=0).training) == 1
 
 
 def test_long_rows_are_counted_among_those_that_are_read(tokenizer, tmp_path):
     rows = [*mixed(), {"prompt": "1+" * 20, "answer": "2"}]
     config = config_of(tmp_path, rows, max_prompt_tokens=8)
     with pytest.raises(DataError, match=r"Row 24 of the data .* 1 of 21 rows are too long"):
-        load_prompts(config, tokenizer, held_out=0, seed=0)
+        load_rows("prompts", config, tokenizer, held_out=0, seed=0)
     config.too_long = "drop"
-    assert len(load_prompts(config, tokenizer, held_out=0, seed=0).training) == len(GOOD)
+    assert len(load_rows("prompts", config, tokenizer, held_out=0, seed=0).training) == len(GOOD)
 
 
 def test_mixtures_and_sets_report_what_they_leave_out(tokenizer, tmp_path):
@@ -168,7 +163,7 @@ def test_a_system_prompt_does_not_mind_rows_that_are_left_out(tokenizer, tmp_pat
     rows = [{"prompt": [{"role": "user", "content": f"{n}="}], "answer": "1"} for n in range(5)]
     config = config_of(tmp_path, [*rows, '{"prompt"', {"prompt": None, "answer": "2"}])
     config.system_prompt = "9"
-    found = load_prompts(config, tokenizer, held_out=0, seed=0).training
+    found = load_rows("prompts", config, tokenizer, held_out=0, seed=0).training
     assert [text[:4] for text in found["prompt"]] == ["s-9<"] * 5
 
 
@@ -177,7 +172,7 @@ def test_the_share_of_bad_rows_is_that_of_all_rows_to_evaluate_on(tokenizer, tmp
     for place in range(len(GOOD)):  # of two rows that are drawn, the bad one would be half
         others = [*GOOD[:place], bad, *GOOD[place:]]
         config.eval_path = write(tmp_path / "eval.jsonl", others)
-        assert len(load_prompts(config, tokenizer, held_out=2, seed=0).held_out) == 2
+        assert len(load_rows("prompts", config, tokenizer, held_out=2, seed=0).held_out) == 2
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from agent_cases import WEATHER, merging_tokenizer
 from hybridrl.config.schema import DataConfig
 from hybridrl.conversations.messages import read_messages, read_tools
 from hybridrl.conversations.rendering import TemplateContext, render_chat
-from hybridrl.data.datasets import load_examples, load_prompts
+from hybridrl.data.datasets import load_rows
 from hybridrl.data.preference_pairs import tokenize_preference_pairs
 from hybridrl.data.prompts import tokenize_prompts
 from hybridrl.data.row_reader import RowReader
@@ -54,7 +54,9 @@ def test_a_call_has_its_own_arguments_only(tokenizer, tmp_path, name):
         {"messages": talk({"place": "Bern"})},
         {"messages": talk({"query": "x", "top": 3}, "find")},
     ]
-    found = load_examples(write(tmp_path / name, rows), tokenizer, held_out=0, seed=0).training
+    found = load_rows(
+        "examples", write(tmp_path / name, rows), tokenizer, held_out=0, seed=0
+    ).training
     assert texts(found, tokenizer) == [
         '<tool_call>{"name": "weather", "arguments": {"place": "Bern"}}</tool_call><|end|>',
         '<tool_call>{"name": "find", "arguments": {"query": "x", "top": 3}}</tool_call><|end|>',
@@ -77,7 +79,7 @@ def test_all_rows_of_a_conversation_are_on_one_side(tmp_path):
         turns = [{"role": "user", "content": str(number)}, {"role": "assistant", "content": "a"}]
         rows.append({"messages": turns * 2})
     config = write(tmp_path / "rows.jsonl", rows)
-    split = load_examples(config, tokenizer, held_out=4, seed=0)
+    split = load_rows("examples", config, tokenizer, held_out=4, seed=0)
     assert len(split.training) == 16 and len(split.held_out) == 4
     sides = [set(side["conversation_number"].tolist()) for side in (split.training, split.held_out)]
     assert not sides[0] & sides[1] and sides[0] | sides[1] == set(range(10))
@@ -95,7 +97,9 @@ def test_json_lines_keep_types_and_order_of_keys(tokenizer, tmp_path):
     """An Arrow struct has one type and one place for each key."""
     arguments = [{"a": 1, "b": "x"}, {"b": 2.5, "a": "y"}, {"b": [1, None], "c": {}}]
     rows = [{"messages": talk(one)} for one in arguments]
-    found = load_examples(write(tmp_path / "a.jsonl", rows), tokenizer, held_out=0, seed=0).training
+    found = load_rows(
+        "examples", write(tmp_path / "a.jsonl", rows), tokenizer, held_out=0, seed=0
+    ).training
     assert [
         json.dumps(one) in text
         for one, text in zip(arguments, texts(found, tokenizer), strict=True)
@@ -139,23 +143,28 @@ def test_tools_reach_the_template(tokenizer, tmp_path, listed):
     )
     assert texts(pairs, tokenizer, "prompt_ids") == [asked]
     config = write(tmp_path / "a.jsonl", [{"prompt": [USER], "tools": listed}] * 2)
-    assert load_prompts(config, tokenizer, held_out=0, seed=0).training["prompt"][0] == asked
+    assert (
+        load_rows("prompts", config, tokenizer, held_out=0, seed=0).training["prompt"][0] == asked
+    )
     config.tools_column = None
     assert (
-        'weather"' not in load_prompts(config, tokenizer, held_out=0, seed=0).training["prompt"][0]
+        'weather"'
+        not in load_rows("prompts", config, tokenizer, held_out=0, seed=0).training["prompt"][0]
     )
 
 
 def test_reward_functions_get_the_tools_as_objects(tokenizer, tmp_path):
     rows = [{"prompt": [USER], "tools": [tool]} for tool in (WEATHER, OTHER)]
-    batch = load_prompts(write(tmp_path / "a.jsonl", rows), tokenizer, held_out=0, seed=0).training
+    batch = load_rows(
+        "prompts", write(tmp_path / "a.jsonl", rows), tokenizer, held_out=0, seed=0
+    ).training
     assert [row["tools"] for row in batch.rows_for_users()] == [[WEATHER], [OTHER]]
 
 
 def test_tools_of_parquet_have_no_empty_keys(tokenizer, tmp_path):
     rows = [{"prompt": [USER], "tools": [tool]} for tool in (WEATHER, OTHER)]
     config = write(tmp_path / "a.parquet", rows)
-    prompts = load_prompts(config, tokenizer, held_out=0, seed=0).training["prompt"]
+    prompts = load_rows("prompts", config, tokenizer, held_out=0, seed=0).training["prompt"]
     assert "null" not in "".join(prompts) and '"name": "find"' in prompts[1]
 
 
@@ -222,11 +231,13 @@ def test_options_and_the_date_of_the_run_reach_the_template(tmp_path):
     config = write(tmp_path / "a.jsonl", [{"prompt": [USER]}] * 2)
     config.chat_template_options = {"reasoning_effort": "low"}
     config.date = "2024-02-29"
-    found = load_prompts(config, tokenizer, held_out=0, seed=0).training
+    found = load_rows("prompts", config, tokenizer, held_out=0, seed=0).training
     assert found["prompt"][0] == "low|29 Feb 2024|the weather?|"
     config.date = None
     today = datetime.date.today().strftime("%d %b %Y")
-    assert today in load_prompts(config, tokenizer, held_out=0, seed=0).training["prompt"][0]
+    assert (
+        today in load_rows("prompts", config, tokenizer, held_out=0, seed=0).training["prompt"][0]
+    )
 
 
 @pytest.mark.parametrize("name", ["resoning_effort", "tools", "tokenize"])
@@ -238,7 +249,7 @@ def test_an_option_that_the_template_never_reads_is_refused(tmp_path, name):
     with pytest.raises(
         ConfigError, match=rf"`?data.chat_template_options.{name}.* reasoning_effort"
     ):
-        load_prompts(config, tokenizer, held_out=0, seed=0)
+        load_rows("prompts", config, tokenizer, held_out=0, seed=0)
 
 
 def test_messages_are_read_as_the_wire_has_them():

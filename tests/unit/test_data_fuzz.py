@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from hybridrl.config.schema import DataConfig
 from hybridrl.data.character_tokenizer import build_character_tokenizer
-from hybridrl.data.datasets import load_examples, load_preference_pairs, load_prompts
+from hybridrl.data.datasets import load_rows
 from hybridrl.errors import HybridRLError
 
 MINUTES = float(os.environ.get("HYBRIDRL_FUZZ_MINUTES", 0))
 pytestmark = pytest.mark.timeout(0 if MINUTES else 600)
-LOADERS = (load_prompts, load_examples, load_preference_pairs)
+KINDS = ("prompts", "examples", "pairs")
 COLUMNS = ("prompt", "answer", "response", "chosen", "rejected", "messages")
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}<eos>{% endfor %}"
 
@@ -89,14 +89,15 @@ def file(tmp_path_factory):
 def fuzz(file, tokenizer, **how):
     """Tries examples."""
 
-    @given(lines=files, loader=st.sampled_from(LOADERS), data=chosen)
+    @given(lines=files, kind=st.sampled_from(KINDS), data=chosen)
     @settings(suppress_health_check=list(HealthCheck), **how)
-    def load(lines, loader, data):
+    def load(lines, kind, data):
         file.write_bytes(b"\n".join(lines))
         config = DataConfig(path=str(file), **data)
         with contextlib.suppress(HybridRLError):
             try:
-                assert len(loader(config, tokenizer, held_out=2, seed=0).training)
+                found = load_rows(kind, config, tokenizer, held_out=2, seed=0)
+                assert len(found.training)
             except HybridRLError as error:
                 str(error).encode()  # a console can show it
                 raise

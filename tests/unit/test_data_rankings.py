@@ -9,7 +9,7 @@ import torch
 from settings import configured
 
 from hybridrl.data.character_tokenizer import build_character_tokenizer
-from hybridrl.data.datasets import load_labelled_responses, load_preference_pairs
+from hybridrl.data.datasets import load_rows
 from hybridrl.data.labelled_responses import tokenize_labelled_responses
 from hybridrl.data.preference_pairs import tokenize_preference_pairs
 from hybridrl.data.row_reader import RowReader
@@ -119,7 +119,7 @@ def test_settings_name_the_columns_of_rankings(tokenizer, tmp_path):
     job = ["algorithm=dpo", "data=jsonl", f"data.path={file}", *columns]
     for which, expected in (("all", [1.5, 1.5, 2.0, 1.0]), ("ends", [1.5, 2.0])):
         config = configured([*job, f"data.ranked_pairs={which}"])
-        found = load_preference_pairs(config.data, tokenizer, held_out=0, seed=0).training
+        found = load_rows("pairs", config.data, tokenizer, held_out=0, seed=0).training
         assert found["margin"].tolist() == expected
 
 
@@ -182,7 +182,7 @@ def test_files_of_labels_and_pairs(tokenizer, tmp_path, kind):
         text, expected = "\n".join(json.dumps(row) for row in pairs), [1.0, 0.0, 1.0, 0.0]
         job.append("data.label_column=null")
     (tmp_path / kind).write_text(text)
-    found = load_labelled_responses(configured(job).data, tokenizer, held_out=0, seed=0).training
+    found = load_rows("responses", configured(job).data, tokenizer, held_out=0, seed=0).training
     assert found["label"].tolist() == expected
     assert sorted(found.columns) == ["label", "prompt_ids", "response_ids", "response_mask"]
     if kind == "pairs.jsonl":
@@ -191,5 +191,5 @@ def test_files_of_labels_and_pairs(tokenizer, tmp_path, kind):
 
 def test_a_task_of_pairs_has_labels(tokenizer):
     config = configured(["algorithm=kto"])
-    found = load_labelled_responses(config.data, tokenizer, held_out=5, seed=0)
+    found = load_rows("responses", config.data, tokenizer, held_out=5, seed=0)
     assert len(found.held_out) == 10 and found.held_out["label"].tolist() == [1.0, 0.0] * 5

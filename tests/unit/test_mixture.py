@@ -9,7 +9,7 @@ from settings import configured
 
 from hybridrl.batch.batch import Batch
 from hybridrl.data.character_tokenizer import PRINTABLE_CHARACTERS, build_character_tokenizer
-from hybridrl.data.datasets import load_prompts
+from hybridrl.data.datasets import load_rows
 from hybridrl.data.mixture import (
     SourceProportions,
     find_source_rewards,
@@ -91,7 +91,7 @@ def test_sources_are_loaded_one_after_the_other(tmp_path):
     tokenizer = build_character_tokenizer(PRINTABLE_CHARACTERS)
 
     def load(data, origin, number):
-        return load_prompts(data, tokenizer, held_out=number, seed=0, origin=origin)
+        return load_rows("prompts", data, tokenizer, held_out=number, seed=0, origin=origin)
 
     found = load_mixture(config, load, 8)
     assert Counter(found.training["source"]) == {"a": 34, "b": 20}

@@ -14,7 +14,7 @@ from data_rows import read_rows
 
 from hybridrl.config.schema import DataConfig
 from hybridrl.data.character_tokenizer import PRINTABLE_CHARACTERS, build_character_tokenizer
-from hybridrl.data.datasets import load_examples, load_preference_pairs, load_prompts
+from hybridrl.data.datasets import load_rows
 from hybridrl.errors import DataError
 
 
@@ -33,8 +33,9 @@ def write(path, rows):
     return str(path)
 
 
-def load(function, tokenizer, path, **settings):
-    found = function(DataConfig(path=str(path), **settings), tokenizer, held_out=0, seed=0)
+def load(kind, tokenizer, path, **settings):
+    config = DataConfig(path=str(path), **settings)
+    found = load_rows(kind, config, tokenizer, held_out=0, seed=0)
     return found.training
 
 
@@ -56,14 +57,14 @@ def test_math(tokenizer, tmp_path, solution, answer):
         (tmp_path / "train" / name).mkdir(parents=True)
         (tmp_path / "train" / name / "1.json").write_text(json.dumps(row, indent=4))
     columns = {"prompt_column": "problem", "answer_column": "solution", "answer_format": "boxed"}
-    found = load(load_prompts, tokenizer, tmp_path, **columns)
+    found = load("prompts", tokenizer, tmp_path, **columns)
     assert list(found["answer"]) == [answer] * 2
 
 
 def test_gsm8k(tokenizer, tmp_path):
     row = {"question": "How many?", "answer": "2+3=<<2+3=5>>5\n#### 1,005"}
     path = write(tmp_path / "train.jsonl", [row])
-    found = load(load_prompts, tokenizer, path, prompt_column="question", answer_format="gsm8k")
+    found = load("prompts", tokenizer, path, prompt_column="question", answer_format="gsm8k")
     assert list(found["answer"]) == ["1005"]
 
 
@@ -80,9 +81,9 @@ def test_hh_rlhf(tokenizer, tmp_path):
     human = {"chosen": talk("Hi", "Hello", "Bye"), "rejected": talk("Hi", "No")}
     path = write(tmp_path / "train.jsonl", [good] * 8 + [parted, human])
     with pytest.raises(DataError, match=r"Row 9 .*2 rows are refused of 10: 1 whose .*, 1 that do"):
-        load(load_preference_pairs, tokenizer, path, prompt_column=None)
+        load("pairs", tokenizer, path, prompt_column=None)
     how = {"bad_rows": "drop", "bad_rows_limit": 0.2}
-    assert len(load(load_preference_pairs, tokenizer, path, prompt_column=None, **how)) == 8
+    assert len(load("pairs", tokenizer, path, prompt_column=None, **how)) == 8
 
 
 def test_dapo_math(tokenizer, tmp_path):
@@ -96,7 +97,7 @@ def test_dapo_math(tokenizer, tmp_path):
         }
     ]
     path = write(tmp_path / "dapo-math-17k.parquet", rows)
-    found = load(load_prompts, tokenizer, path, answer_column="reward_model.ground_truth")
+    found = load("prompts", tokenizer, path, answer_column="reward_model.ground_truth")
     assert list(found["answer"]) == ["34"] and found["extra_info"][0] == {"index": "9a9b6eb4"}
 
 
@@ -109,14 +110,14 @@ def test_parquet_parts_that_differ(tokenizer, tmp_path, caplog):
     part(2, extra_info={"index": 2, "split": "train"}, level="hard")
     part(3, extra_info={"index": 3, "split": None})
     with caplog.at_level(logging.WARNING):
-        found = load(load_prompts, tokenizer, tmp_path)
+        found = load("prompts", tokenizer, tmp_path)
     assert list(found["prompt"]) == ["1+1=", "2+1=", "3+1="] and "other" in found.columns
     assert [info["index"] for info in found["extra_info"]] == [1, 2, 3]
     assert "level" not in found.columns and "column `level` is left out" in caplog.text
     part(4, extra_info=None)
     write(tmp_path / "part-5.parquet", [{"prompt": {"text": "1+1="}, "answer": "2"}])
     with pytest.raises(DataError, match=r"Row 5 of .* has {'text': '1.1='} in .* `prompt`"):
-        load(load_prompts, tokenizer, tmp_path)
+        load("prompts", tokenizer, tmp_path)
 
 
 def test_apps(tokenizer, tmp_path):
@@ -127,7 +128,7 @@ def test_apps(tokenizer, tmp_path):
     tests = json.dumps({"inputs": ["1 2\n"], "outputs": ["3\n"]})
     path = write(tmp_path / "train.jsonl", [*[row(tests)] * 4, row("")])
     how = {"prompt_column": "question", "answer_column": None, "answer_format": "apps"}
-    found = load(load_prompts, tokenizer, path, bad_rows="drop", bad_rows_limit=0.2, **how)
+    found = load("prompts", tokenizer, path, bad_rows="drop", bad_rows_limit=0.2, **how)
     assert json.loads(found["tests"][0]) == [{"input": "1 2\n", "output": "3\n"}]
     assert len(found) == 4
 
@@ -149,7 +150,7 @@ def test_livecodebench(tokenizer, tmp_path, caplog):
     path = write(tmp_path / "test.jsonl", rows)
     how = {"prompt_column": "question_content", "answer_column": None}
     with caplog.at_level(logging.WARNING):
-        found = load(load_prompts, tokenizer, path, answer_format="livecodebench", **how)
+        found = load("prompts", tokenizer, path, answer_format="livecodebench", **how)
     stdin = {"input": "1\n2\n", "output": "3\n"}
     assert json.loads(found["tests"][0]) == [stdin, stdin]
     assert json.loads(found["tests"][1]) == ["assert Solution().f([1, 2], 'a') == True"]
@@ -164,11 +165,11 @@ def test_ultrafeedback(tokenizer, tmp_path):
     row = {"prompt": "Hi", "prompt_id": "0", "chosen": turns("Hello"), "rejected": turns("No")}
     row |= {"messages": turns("Hello"), "score_chosen": 8.5, "score_rejected": 3.0}
     path = write(tmp_path / "train_prefs.parquet", [row])
-    assert len(load(load_preference_pairs, tokenizer, path)) == 1
+    assert len(load("pairs", tokenizer, path)) == 1
     original = {"source": "x", "instruction": "Hi", "completions": [{"response": "Hello"}]}
     path = write(tmp_path / "original.jsonl", [original] * 3)
     with pytest.raises(DataError, match=r"`chosen`.*completions.*3 rows are refused of 3"):
-        load(load_preference_pairs, tokenizer, path)
+        load("pairs", tokenizer, path)
 
 
 @pytest.mark.parametrize("name", ["talks.json", "talks.jsonl", "talks.parquet"])
@@ -184,7 +185,7 @@ def test_sharegpt(tokenizer, tmp_path, name):
     rows += [{"id": "b", "conversations": talk[2:]}]  # it begins with the model
     path = write(tmp_path / name, rows)
     how = {"bad_rows": "drop", "bad_rows_limit": 0.3}
-    found = load(load_examples, tokenizer, path, messages_column="conversations", **how)
+    found = load("examples", tokenizer, path, messages_column="conversations", **how)
     messages = [
         {
             "role": {"human": "user", "gpt": "assistant"}.get(m["from"], "system"),
@@ -193,7 +194,7 @@ def test_sharegpt(tokenizer, tmp_path, name):
         for m in talk
     ]
     same = write(tmp_path / "same.jsonl", [{"messages": messages}] * 3)
-    expected = load(load_examples, tokenizer, same, messages_column="messages")
+    expected = load("examples", tokenizer, same, messages_column="messages")
     assert found.to_pylist() == expected.to_pylist()
 
 
@@ -201,12 +202,12 @@ def test_tables_of_text(tokenizer, tmp_path):
     (tmp_path / "a.csv").write_text('prompt,answer,level\n"1,\n+1=",0.50,2\n007=,007,3\n')
     with gzip.open(tmp_path / "b.tsv.gz", "wt") as file:
         file.write("prompt\tanswer\tlevel\n12\t12\t4\n")
-    found = load(load_prompts, tokenizer, tmp_path)
+    found = load("prompts", tokenizer, tmp_path)
     assert list(found["prompt"]) == ["1,\n+1=", "007=", "12"]
     assert list(found["answer"]) == ["0.50", "007", "12"] and list(found["level"]) == [2, 3, 4]
     (tmp_path / "a.csv").write_text("prompt,answer\n1\n")
     with pytest.raises(DataError, match="no readable CSV file"):
-        load(load_prompts, tokenizer, tmp_path)
+        load("prompts", tokenizer, tmp_path)
 
 
 def test_arrays_and_values_over_many_lines(tmp_path):

@@ -8,7 +8,7 @@ from reasoning_gym.factory import DATASETS
 
 from hybridrl.config.schema import DataConfig
 from hybridrl.data.character_tokenizer import PRINTABLE_CHARACTERS, build_character_tokenizer
-from hybridrl.data.datasets import load_examples, load_prompts
+from hybridrl.data.datasets import load_rows
 from hybridrl.data.tasks.reasoning_gym import problems
 from hybridrl.errors import ConfigError
 from hybridrl.rewards.builtin_rewards import reasoning_gym
@@ -76,10 +76,10 @@ def test_an_answer_among_other_text_is_worth_something_unless_strict():
 def test_warm_up_learns_what_has_one_answer():
     tokenizer = build_character_tokenizer(PRINTABLE_CHARACTERS)
     config = DataConfig(task="reasoning_gym", tasks=["gcd", "rubiks_cube"], rows=8)
-    loaded = load_prompts(config, tokenizer, held_out=4, seed=0)
+    loaded = load_rows("prompts", config, tokenizer, held_out=4, seed=0)
     assert len(loaded.training) == 8 and len(loaded.examples) == 4
     assert json.loads(loaded.training["entry"][0])["task"] == loaded.training["task"][0]
     config.tasks = ["rubiks_cube"]
-    assert load_prompts(config, tokenizer, held_out=4, seed=0).examples is None
+    assert load_rows("prompts", config, tokenizer, held_out=4, seed=0).examples is None
     with pytest.raises(ConfigError, match=r"no single right answer"):
-        load_examples(config, tokenizer, held_out=4, seed=0)
+        load_rows("examples", config, tokenizer, held_out=4, seed=0)

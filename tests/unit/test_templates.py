@@ -8,7 +8,7 @@ from conversation_cases import DATE, read_cases, tokenizer_of
 
 from hybridrl.config.schema import DataConfig
 from hybridrl.conversations.rendering import TemplateContext
-from hybridrl.data.datasets import load_examples, load_prompts
+from hybridrl.data.datasets import load_rows
 from hybridrl.errors import DataError
 from hybridrl.serving.agent_session import TurnTokens
 from hybridrl.serving.renderer_chat import choose_renderer
@@ -51,7 +51,7 @@ def test_what_is_learned_is_what_the_hand_wrote(case, tmp_path):
     config.messages_column = "messages"
     config.learn = case.learn or config.learn
     tokenizer = tokenizer_of(case.template)
-    batch = load_examples(config, tokenizer, held_out=0, seed=0).training
+    batch = load_rows("examples", config, tokenizer, held_out=0, seed=0).training
     assert marked(batch, tokenizer) == case.rows
 
 
@@ -60,7 +60,7 @@ def test_a_prompt_has_the_same_tokens_in_data_and_at_the_endpoint(case, tmp_path
     tokenizer = tokenizer_of(case.template)
     expected = tokenizer(case.prompt, add_special_tokens=False)["input_ids"]
     config = written(tmp_path / "rows.jsonl", case, prompt=case.messages[:-1], answer="4")
-    batch = load_prompts(config, tokenizer, held_out=0, seed=0).training
+    batch = load_rows("prompts", config, tokenizer, held_out=0, seed=0).training
     assert batch["prompt"] == [case.prompt]
     assert batch["prompt_ids"].rows()[0].tolist() == expected
     if case.conversation == "unknown role":  # no client of OpenAI's API sends one
@@ -79,7 +79,7 @@ def test_a_prompt_that_is_rendered_already_gets_no_second_bos(case, tmp_path):
     tokenizer = tokenizer_of(case.template)
     config = written(tmp_path / "rows.jsonl", case, prompt=case.prompt, answer="4")
     config.chat_template_options = {}
-    batch = load_prompts(config, tokenizer, held_out=0, seed=0).training
+    batch = load_rows("prompts", config, tokenizer, held_out=0, seed=0).training
     expected = tokenizer(case.prompt, add_special_tokens=False)["input_ids"]
     assert batch["prompt_ids"].rows()[0].tolist()[-len(expected) :] == expected
     bos = tokenizer.bos_token_id
@@ -94,11 +94,11 @@ def test_what_the_template_does_not_show_is_refused(case, tmp_path):
     config = written(tmp_path / "rows.jsonl", case, messages=case.messages)
     config.messages_column = "messages"
     with pytest.raises(DataError, match=f"(?is)row 1 .*{case.refusal}"):
-        load_examples(config, tokenizer, held_out=0, seed=0)
+        load_rows("examples", config, tokenizer, held_out=0, seed=0)
     if case.conversation != "unknown role" or case.refusal != "alternate":  # it does, in a prompt
         config = written(tmp_path / "rows.jsonl", case, prompt=case.messages[:-1], answer="4")
         with pytest.raises(DataError, match=f"(?is)row 1 .*{case.refusal}"):
-            load_prompts(config, tokenizer, held_out=0, seed=0)
+            load_rows("prompts", config, tokenizer, held_out=0, seed=0)
     if case.template in ("alternating", "gemma", "mistral") or case.conversation == "unknown role":
         with pytest.raises((ApiError, ConversationError)):
             asked = parse(
@@ -118,7 +118,7 @@ def test_a_conversation_that_goes_on_has_the_same_tokens_in_data_and_at_the_endp
     tokenizer = tokenizer_of(case.template)
     config = written(tmp_path / "rows.jsonl", case, messages=case.messages)
     config.messages_column = "messages"
-    rows = load_examples(config, tokenizer, held_out=0, seed=0).training
+    rows = load_rows("examples", config, tokenizer, held_out=0, seed=0).training
     prompt, response, mask = (
         rows[name].rows()[0].tolist() for name in ("prompt_ids", "response_ids", "response_mask")
     )

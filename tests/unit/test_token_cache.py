@@ -30,7 +30,7 @@ from hybridrl.config.schema import CacheConfig, DataConfig
 from hybridrl.data import datasets, row_blocks, row_keys, token_cache
 from hybridrl.data.block_program import BlockProgram, RowRecipe
 from hybridrl.data.character_tokenizer import build_character_tokenizer
-from hybridrl.data.datasets import load_examples, load_preference_pairs, load_prompts
+from hybridrl.data.datasets import load_rows
 from hybridrl.data.duplicates import find_duplicates
 from hybridrl.data.prompt_loader import PromptLoader
 from hybridrl.data.refused_rows import checked_by
@@ -46,7 +46,7 @@ WITH_PROCESSES = (
     "test_what_ends_a_process_is_told",
     "test_a_bad_row_is_named_and_all_are_counted",
 )
-LOADERS = {"prompts": load_prompts, "examples": load_examples, "pairs": load_preference_pairs}
+KINDS = ("prompts", "examples", "pairs")
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}-{{ m.content }}<eos> {% endfor %}"
     "{% if add_generation_prompt %}a-{% endif %}"
@@ -98,7 +98,7 @@ def load(monkeypatch, tokenizer, request, tmp_path):
     def load(kind, config, small=False, progress=lambda *_: None):
         monkeypatch.setattr(row_blocks, "SMALL_BYTES", 1 << 30 if small else 0)
         with token_cache.used_by(CacheConfig(folder=str(tmp_path / "cache")), progress):
-            return LOADERS[kind](config, tokenizer, held_out=4, seed=0)
+            return load_rows(kind, config, tokenizer, held_out=4, seed=0)
 
     return load
 
@@ -150,7 +150,7 @@ def messages_of(caplog):
     return found
 
 
-@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_rows_in_blocks_are_those_of_one_table(kind, load, no_processes, tmp_path, caplog):
     rows = rows_of(kind)
     rows[10:10] = ['{"prompt": "cut']
@@ -364,7 +364,7 @@ def test_a_column_may_be_missing_in_a_block(load, tmp_path):
     )
 
 
-@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_half_a_surrogate_pair_is_a_bad_row(kind, load, tmp_path):
     rows, half = rows_of(kind), "1\ud800"
     key, text = list(rows[0].items())[-1 if kind == "pairs" else 0]
@@ -406,7 +406,7 @@ def test_rows_that_are_all_too_long_are_an_error(load, tmp_path):
 
 
 def key_of(config, tokenizer, file):
-    recipe = RowRecipe(config, DATA, "p", load_prompts, {}, {})
+    recipe = RowRecipe(config, DATA, "p", load_rows, {}, {})
     hashes = ContentCache(CacheConfig(folder=str(file.parent / "cache")), "files")
     content = [token_cache._hash_file(hashes, file, lambda *_: None)]
     return token_cache._compute_key(recipe, tokenizer, content)
