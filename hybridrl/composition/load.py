@@ -27,6 +27,7 @@ from hybridrl.composition.setting_names import (
     list_settings,
     without_old_settings,
 )
+from hybridrl.config.changed import read_setting
 from hybridrl.config.effective_settings import select_effective_settings
 from hybridrl.config.objective_schema import RewardConfig
 from hybridrl.config.presets import (
@@ -134,18 +135,10 @@ def build_config(config: DictConfig) -> Config:
         raise ConfigError("The configuration is not of the schema's type; start from Config().")
     # OmegaConf looks at no list that refers to another value.
     for name, hint in list_settings().items():
-        value = _read_setting(found, name)
+        value = read_setting(found, name)
         if value is not None and (refusal := explain_wrong_type(hint, value)):
             raise ConfigError(format_refusal(name, value, hint, refusal))
     return with_adapters(resolve_run_models(secrets.mark_secrets(found, config)))
-
-
-def _read_setting(config: Config, name: str) -> Any:
-    """Return a setting by its dotted name; None if its group is null."""
-    value: Any = config
-    for part in name.split("."):
-        value = getattr(value, part, None)
-    return value
 
 
 def format_config_yaml(config: Config) -> str:

@@ -1,14 +1,23 @@
-"""Settings with some of them changed, by their dotted names."""
+"""Reading and changing settings by their dotted names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from hybridrl.config.schema import Config
 
 Setting = tuple[str, Any]
+
+
+def read_setting(settings: Any, name: str) -> Any:
+    """Return a setting of a configuration, or of its form as nested dictionaries; None if it, or a
+    group that it is in, is null or not there."""
+    for part in name.split("."):
+        is_mapping = isinstance(settings, Mapping)
+        settings = settings.get(part) if is_mapping else getattr(settings, part, None)
+    return settings
 
 
 def apply_changes(config: Config, settings: Iterable[Setting]) -> Config:

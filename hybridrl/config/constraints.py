@@ -204,6 +204,11 @@ class AppliesIf:
         )
 
 
+def programs(*names: str) -> tuple[str, ...]:
+    """Conditions that hold for these driver programs."""
+    return tuple(f"trainer.name={name}" for name in names)
+
+
 PositiveInt = Annotated[int, NumberRange(least=1)]
 NonNegativeInt = Annotated[int, NumberRange(least=0)]
 PositiveFloat = Annotated[float, NumberRange(above=0)]

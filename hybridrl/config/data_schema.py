@@ -13,21 +13,15 @@ from hybridrl.config.constraints import (
     PositiveInt,
     Probability,
     ProperFraction,
+    programs,
 )
 
-SUPERVISED = AppliesIf("trainer.name=sft", "trainer.name=offline_distillation")
-RESPONSES = AppliesIf(
-    *("trainer.name=sft", "trainer.name=offline_distillation"),
-    *("trainer.name=dpo", "trainer.name=reward_model", "trainer.name=kto"),
-    "trainer.name=meta_reward_model",
-)
-PAIRS = AppliesIf(
-    *("trainer.name=dpo", "trainer.name=reward_model", "trainer.name=kto"),
-    "trainer.name=meta_reward_model",
-)
-GIVEN = AppliesIf("trainer.name=sft", "trainer.name=offline_distillation", "trainer.name=kto")
-RANKABLE = AppliesIf("trainer.name=dpo", "trainer.name=reward_model")
-_OF_TASKS = AppliesIf("trainer.name=meta_reward_model")
+SUPERVISED = AppliesIf(*programs("sft", "offline_distillation"))
+PAIRS = AppliesIf(*programs("dpo", "reward_model", "kto", "meta_reward_model"))
+RESPONSES = AppliesIf(*SUPERVISED.conditions, *PAIRS.conditions)
+GIVEN = AppliesIf(*programs("sft", "offline_distillation", "kto"))
+RANKABLE = AppliesIf(*programs("dpo", "reward_model"))
+_OF_TASKS = AppliesIf(*programs("meta_reward_model"))
 _RANKED, _UNRANKED = AppliesIf(".ranked_column"), AppliesIf(".ranked_column=null")
 _WITH_FILES = AppliesIf("data.path")
 RENDERED = AppliesIf(
@@ -81,7 +75,7 @@ class DataConfig:
     response_column: Annotated[NameOrPath, GIVEN] = "response"
     """Supervised fine-tuning: the response to learn, text or chat messages. With `kto` the response
     that is good or bad."""
-    label_column: Annotated[NameOrPath | None, AppliesIf("trainer.name=kto")] = "label"
+    label_column: Annotated[NameOrPath | None, AppliesIf(*programs("kto"))] = "label"
     """Of `kto`: whether the response is good, true or false; null: rows are preference pairs, of
     which the chosen response is good and the rejected one bad."""
     messages_column: Annotated[NameOrPath | None, SUPERVISED] = None

@@ -7,6 +7,7 @@ from dataclasses import is_dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
+from hybridrl.config.changed import read_setting
 from hybridrl.config.constraints import AppliesIf
 from hybridrl.config.eval_schema import INHERITED_DATA_SETTINGS
 from hybridrl.config.presets import DATA, flatten_settings, list_presets, load_preset
@@ -83,10 +84,8 @@ def unread(config: Config, uses: frozenset[str]) -> Iterator[tuple[str, Any, str
     uses these settings: its name, its value, and the trainers that read it, in words. Settings of a
     group that every job has are left out: `find_ineffective_settings` tells of them."""
     for name, said in _tied_to_trainers(Config).items():
-        group: Any = config
-        *groups, leaf = name.split(".")
-        for part in groups:
-            group = getattr(group, part, None)
+        groups, _, leaf = name.rpartition(".")
+        group = read_setting(config, groups) if groups else config
         if group is None or name in uses:
             continue
         value, default = getattr(group, leaf), find_default(type(group), leaf)
@@ -164,10 +163,7 @@ def _condition_holds(condition: str, setting: str, config: Config) -> bool:
 def _values(name: str, setting: str, config: Config) -> Iterator[Any]:
     """A setting's value, and of one of `data` also those of the sources of a mixture; and of the
     sets of `eval.sets`, if they have what depends on it from the job."""
-    value: Any = config
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else getattr(value, part, None)
-    yield value
+    yield read_setting(config, name)
     group, _, leaf = name.partition(".")
     if group != "data":
         return

@@ -20,12 +20,12 @@ from hybridrl.config.constraints import (
     PositiveInt,
     Probability,
     ProperFraction,
+    programs,
 )
+from hybridrl.config.objective_schema import REINFORCED, VALUES
 
 _WITH_TINY_MODEL = AppliesIf("model.path=null")
 ON_GPUS = AppliesIf("devices=auto", "devices=cuda")
-VALUES = AppliesIf("trainer.name=ppo", "trainer.name=safe_rlhf")
-_REINFORCES = tuple(f"trainer.name={name}" for name in ("grpo", "ppo", "remax", "safe_rlhf"))
 _DECAYING_SCHEDULES = ("linear", "cosine", "wsd", "inverse_sqrt")
 AUTO_SCHEDULE = "auto"
 SCHEDULES = ("constant", *_DECAYING_SCHEDULES, AUTO_SCHEDULE)
@@ -206,11 +206,11 @@ class ActorConfig:
     share counts once. null: as many as its memory has room for, by the plan."""
     updates_per_step: PositiveInt = 1
     """Optimizer updates on the samples of one step, each on its own part of them; in each epoch."""
-    epochs: Annotated[PositiveInt, AppliesIf(*_REINFORCES, "trainer.name=distillation")] = 1
+    epochs: Annotated[PositiveInt, AppliesIf(*REINFORCED.conditions, *programs("distillation"))] = 1
     """How often the policy goes through the samples of a step, each time in another order."""
     max_kl: Annotated[
         PositiveFloat | None,
-        AppliesIf(*_REINFORCES),
+        REINFORCED,
         AppliesIf("actor.epochs>1", "actor.updates_per_step>1"),
     ] = None
     """Largest KL divergence within a step, in nats a token: an update, other than the first, that

@@ -19,13 +19,8 @@ from hybridrl.config.constraints import (
     ProperFraction,
     RegexWithGroup,
     Seconds,
+    programs,
 )
-
-
-def programs(*names: str) -> tuple[str, ...]:
-    """Conditions that hold for these driver programs."""
-    return tuple(f"trainer.name={name}" for name in names)
-
 
 DPO = AppliesIf(*programs("dpo", "online_dpo"))
 GRPO = AppliesIf(*programs("grpo"))

@@ -5,8 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from hybridrl.config.constraints import AppliesIf, NonNegativeFloat, OneOf, PositiveFloat
-from hybridrl.config.objective_schema import DPO, programs
+from hybridrl.config.constraints import (
+    AppliesIf,
+    NonNegativeFloat,
+    OneOf,
+    PositiveFloat,
+    programs,
+)
+from hybridrl.config.objective_schema import DPO
 
 _KTO = AppliesIf(*programs("kto"))
 

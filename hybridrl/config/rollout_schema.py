@@ -17,6 +17,7 @@ from hybridrl.config.constraints import (
     Probability,
     ProperFraction,
     Seconds,
+    programs,
 )
 from hybridrl.config.model_schema import ON_GPUS, WITH_LORA
 
@@ -26,7 +27,7 @@ SERVED = AppliesIf("rollout.serve", "environment.name")
 _WITH_EPISODE = AppliesIf("rollout.episode")
 _WITH_TURNS = AppliesIf("rollout.episode", "rollout.serve", "environment.name")
 _WITH_PARTIAL = AppliesIf("rollout.partial")
-_BY_REWARDS = AppliesIf(*(f"trainer.name={name}" for name in ("grpo", "ppo", "safe_rlhf")))
+_BY_REWARDS = AppliesIf(*programs("grpo", "ppo", "safe_rlhf"))
 WITH_SEPARATE_GENERATOR = AppliesIf(
     *(f"placement.strategy={name}" for name in ("separation", "explicit", "file", "auto"))
 )

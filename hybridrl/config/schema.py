@@ -27,6 +27,7 @@ from hybridrl.config.constraints import (
     PositiveFloat,
     PositiveInt,
     Seconds,
+    programs,
 )
 from hybridrl.config.data_schema import DataConfig
 from hybridrl.config.environment_schema import EnvironmentConfig, is_served
@@ -63,10 +64,7 @@ from hybridrl.config.rollout_schema import (
 )
 
 _WITH_ROLE_PLACEMENT = AppliesIf("placement.strategy=explicit", "placement.strategy=interleaving")
-PREFERENCES = AppliesIf(
-    *("trainer.name=dpo", "trainer.name=online_dpo", "trainer.name=reward_model"),
-    "trainer.name=kto",
-)
+PREFERENCES = AppliesIf(*programs("dpo", "online_dpo", "reward_model", "kto"))
 _WITH_CHECKPOINTS = AppliesIf("checkpoint.every", "checkpoint.every_minutes", "checkpoint.best")
 _WITH_RAY = AppliesIf("executor=ray")
 

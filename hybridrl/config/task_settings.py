@@ -4,10 +4,9 @@ from elsewhere they have the values that they have without the task."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import reduce
 from typing import Any
 
-from hybridrl.config.changed import apply_changes
+from hybridrl.config.changed import apply_changes, read_setting
 from hybridrl.config.schema import Config
 
 
@@ -58,4 +57,4 @@ def remark_on_task(config: Config) -> str:
 def said_by_task(config: Config) -> str:
     """Format the settings that a task's preset decides, with their values."""
     names = getattr(config.data.task, "instead", {})
-    return ", ".join(f"{name}={reduce(getattr, name.split('.'), config)}" for name in names)
+    return ", ".join(f"{name}={read_setting(config, name)}" for name in names)

@@ -22,7 +22,7 @@ from hybridrl.data.message_cells import (
 )
 from hybridrl.data.ranked_responses import list_ranked_pairs
 from hybridrl.data.row_origin import DataRow
-from hybridrl.data.row_reader import RowReader, check_some, only_rows
+from hybridrl.data.row_reader import RowReader, check_some, join_rows, only_rows
 from hybridrl.data.task_blocks import TASK
 from hybridrl.errors import DataError, RowError
 
@@ -114,10 +114,7 @@ def tokenize_preference_pairs(
         ]
 
     found = reader.read(rows, read, prompts, *sides)
-    refused_row = [_PairTexts("", "", "", is_chat=False)]
-    of_rows = [refused_row if one is None else one for one in found]
-    pairs = [pair for one in of_rows for pair in one]
-    numbers = np.repeat(np.arange(len(found)), [len(one) for one in of_rows])
+    pairs, numbers = join_rows(found, _PairTexts("", "", "", is_chat=False))
     row_numbers: list[int] = (numbers + 1).tolist()
     reader.check_system_prompt([pair.is_chat for one in found for pair in one or ()])
     end = find_end_token(reader.tokenizer)

@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hybridrl.batch.batch import Batch
-from hybridrl.data.shuffle_error import compute_shuffle_error, rank_traits
+from hybridrl.data.samplers.difficulty_columns import find_difficulty_columns, rank_values
 
 BLOCK_TOKENS = 32
 """Prefixes are compared by whole blocks of so many tokens, as vLLM caches them."""
@@ -36,6 +36,8 @@ a small set's epoch may be like the whole by chance."""
 _COMPARED_STEPS = 64
 """Number of steps, at most, in which hits are counted."""
 Rows = npt.NDArray[np.int64]
+Bins = npt.NDArray[np.int64]
+"""The bin of each row's value of a trait, from 0."""
 
 
 class PrefixOrder:
@@ -131,6 +133,36 @@ class PrefixOrder:
         in_stratum = np.arange(count) - np.searchsorted(stratum, stratum)
         number = in_stratum[np.argsort(mixed)]
         return rows[np.argsort(np.repeat(number, sizes), kind="stable")]
+
+
+def rank_traits(prompts: Batch) -> list[Bins]:
+    """Return the bins of each trait that the rows have."""
+    sized = prompts.with_columns({"length": prompts.lengths("prompt_ids")})
+    names = ["source", "length", *find_difficulty_columns(prompts, None)]
+    known = [name for name in names if name in sized.columns]
+    return [rank_values(sized, name) + 1 for name in known]  # 0: unknown
+
+
+def compute_shuffle_error(bins: Bins, steps: Rows) -> float:
+    """Compute the mean shuffling error of steps in one trait of rows: how much less a step's rows
+    are like the whole data than rows that are drawn at random.
+
+    It is the total variation distance of a step's distribution over the bins from that of all rows,
+    less the distance that is expected of as many rows drawn at random, since a step of few rows is
+    never like the whole. Steps of a random order have an error of 0 on average.
+
+    Args:
+        steps: Row numbers, `[steps, rows of a step]`.
+    """
+    from scipy.stats import hypergeom  # takes a second to import
+
+    (number, size), of_all, drawn = steps.shape, np.bincount(bins), np.arange(steps.shape[1] + 1)
+    places = bins[steps] + len(of_all) * np.arange(number)[:, None]
+    counts = np.bincount(places.reshape(-1), minlength=number * len(of_all)).reshape(number, -1)
+    chances = hypergeom.pmf(drawn, len(bins), of_all[:, None], size)
+    found = np.abs(counts / size - of_all / len(bins)).sum() / number
+    expected = chances * np.abs(drawn / size - of_all[:, None] / len(bins))
+    return float(found - expected.sum()) / 2
 
 
 def _hash_blocks(prompts: Batch) -> npt.NDArray[np.uint64]:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 TooLongPolicy = Literal["error", "drop"]
 Learn = Literal["all", "last", "each"]
 Found = TypeVar("Found")
+Rows = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -160,9 +161,9 @@ class RowReader:
         what: Literal["prompt", "response"],
         encoded: Sequence[TokenIds],
         texts: Sequence[str],
-        among: npt.NDArray[np.int64],
+        among: Rows,
         numbers: Sequence[int] | None = None,
-    ) -> npt.NDArray[np.int64]:
+    ) -> Rows:
         """Return the numbers (from 0) of the rows within the limit, in order; of those of `among`.
 
         Args:
@@ -204,7 +205,15 @@ class RowReader:
         return kept
 
 
-def only_rows(batch: Batch, kept: npt.NDArray[np.int64]) -> Batch:
+def join_rows(found: Sequence[Sequence[Found] | None], refused: Found) -> tuple[list[Found], Rows]:
+    """Return what rows have become, each one thing or several, and the number of the row, from 0,
+    that each is of; in the place of a refused row there is `refused`."""
+    of_rows = [[refused] if one is None else one for one in found]
+    numbers = np.repeat(np.arange(len(found)), [len(one) for one in of_rows])
+    return [one for row in of_rows for one in row], numbers
+
+
+def only_rows(batch: Batch, kept: Rows) -> Batch:
     """Return these rows, or the batch itself where they are all."""
     return batch if len(kept) == len(batch) else batch.take(kept)
 

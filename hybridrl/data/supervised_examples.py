@@ -20,7 +20,7 @@ from hybridrl.data.message_cells import (
     read_prompt_messages,
 )
 from hybridrl.data.row_origin import DataRow
-from hybridrl.data.row_reader import RowReader, check_some, only_rows
+from hybridrl.data.row_reader import RowReader, check_some, join_rows, only_rows
 from hybridrl.data.table_columns import is_chat_in_text
 from hybridrl.errors import DataError, RowError
 
@@ -189,9 +189,7 @@ def _build_batch(
 ) -> Batch:
     check_some(found)
     reader.refused.kept(len(found))
-    of_rows = [one or [RenderedConversation(["", ""], is_chat=False)] for one in found]
-    examples = [example for one in of_rows for example in one]
-    numbers = np.repeat(np.arange(len(found)), [len(one) for one in of_rows])
+    examples, numbers = join_rows(found, RenderedConversation(["", ""], is_chat=False))
     row_numbers: list[int] = (numbers + 1).tolist()
     end = find_end_token(reader.tokenizer)
     prompts = [example.texts[0] for example in examples]

@@ -18,6 +18,7 @@ TOOLS = "tools"
 
 _LISTS_OF_OBJECTS = {pa.json_(), pa.list_(pa.null())}
 """Types of a column of them, the second of rows whose lists are empty."""
+_ABSENT = object()
 _OF_VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
 _log = logging.getLogger(__name__)
 
@@ -35,7 +36,10 @@ def check_required_columns(
         DataError: names the setting and the nearest column.
     """
     for setting, name in required.items():
-        if name in columns or (isinstance(columns, Mapping) and _has_nested_key(columns, name)):
+        if name in columns or (
+            isinstance(columns, Mapping)
+            and _read_nested_value(columns, name, _ABSENT) is not _ABSENT
+        ):
             continue
         there = [escape_surrogates(column) for column in columns]
         cure = f" If no row has an answer, set {setting}=null."
@@ -199,19 +203,10 @@ def is_chat_in_text(cell: Any) -> bool:
     )
 
 
-def _read_nested_value(row: Mapping[str, Any], name: str) -> Any:
+def _read_nested_value(row: Mapping[str, Any], name: str, default: Any = None) -> Any:
+    """Return the value of a dotted name, each part of which is a key of the object that the part
+    before it names."""
     value: Any = row
     for part in name.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
+        value = value.get(part, default) if isinstance(value, Mapping) else default
     return value
-
-
-def _has_nested_key(row: Mapping[str, Any], name: str) -> bool:
-    """Return whether each part of a dotted name is a key of the object that the part before it
-    names."""
-    value: Any = row
-    for part in name.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            return False
-        value = value[part]
-    return True

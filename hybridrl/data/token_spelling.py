@@ -27,6 +27,8 @@ class TokenSpelling:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
         self.tokenizer = tokenizer
         closing = closing_token(tokenizer)
         self.end = find_end_token(tokenizer) if closing is None else closing
@@ -35,7 +37,9 @@ class TokenSpelling:
         vocabulary = tokenizer.get_vocab()
         self.control = {name: vocabulary[name] for name in names if name in vocabulary}
         plain = {token.content for token in added.values()} - self.control.keys()
-        alphabet = _byte_alphabet() if _is_byte_level(tokenizer) else None
+        alphabet: dict[str, int] = {}
+        if _is_byte_level(tokenizer):
+            alphabet = {character: byte for byte, character in bytes_to_unicode().items()}
         self._bytes: dict[int, bytes] = {}
         self._ids: dict[bytes, int] = {}
         # Last those that stand for a byte of a character that has a token of its own, perhaps.
@@ -83,13 +87,3 @@ def _is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
         "no pieces of text that can be put together again: it is neither byte-level BPE nor of the "
         "SentencePiece kind. Take models with such tokenizers."
     )
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Return the byte of each character that byte-level BPE spells bytes with: printable ones stand
-    for themselves, the others are counted from 256."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + place): byte for place, byte in enumerate(others)
-    }

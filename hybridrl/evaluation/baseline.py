@@ -17,7 +17,7 @@ from hybridrl.evaluation.confidence import (
     estimate_mean,
 )
 from hybridrl.evaluation.eval_metrics import compute_metric
-from hybridrl.evaluation.eval_sets import AT_K_METRICS, SAMPLE_METRICS, EvalMetric
+from hybridrl.evaluation.eval_sets import EvalMetric
 from hybridrl.evaluation.sample_table import SampleTable
 from hybridrl.run_files.evaluation_log import find_latest_by_set, load_named_evaluations
 
@@ -141,7 +141,7 @@ class EvalBaseline:
         self, name: str, metric: str, samples: SampleTable | None
     ) -> MetricDifference | None:
         before = self._read(name)
-        asked = _parse_metric(metric)
+        asked = EvalMetric.parse(metric)
         if samples is None or before is None or asked is None:
             return None
         places = {key: index for index, key in enumerate(before.keys)}
@@ -157,15 +157,6 @@ class EvalBaseline:
             file = self._sets[name].get("samples")
             self._samples[name] = SampleTable.read(self._folder / file) if file else None
         return self._samples[name]
-
-
-def _parse_metric(name: str) -> EvalMetric | None:
-    """Parse a metric name; None if it is not computed from samples, or is that of a column's
-    value."""
-    if name in SAMPLE_METRICS:
-        return EvalMetric(name)
-    kind, _, k = name.partition("@")
-    return EvalMetric(kind, int(k)) if kind in AT_K_METRICS and k.isdecimal() else None
 
 
 def _read_estimate(known: Mapping[str, Any]) -> MetricEstimate:

@@ -51,6 +51,14 @@ class EvalMetric(NamedTuple):
     def __str__(self) -> str:
         return f"{self.kind}@{self.k}" if self.k else self.kind
 
+    @classmethod
+    def parse(cls, name: str) -> EvalMetric | None:
+        """Return the metric of this name; None if none that is computed from samples has it."""
+        if name in SAMPLE_METRICS:
+            return cls(name)
+        kind, _, k = name.partition("@")
+        return cls(kind, int(k)) if kind in AT_K_METRICS and k.isdecimal() and int(k) else None
+
 
 @dataclass(frozen=True)
 class ResolvedEvalSet:
@@ -222,19 +230,16 @@ def _resolve_metrics(setting: str, own: EvalSetConfig) -> tuple[EvalMetric, ...]
 
 
 def _parse_metric(setting: str, name: str, samples: int) -> EvalMetric:
-    if name in SAMPLE_METRICS:
-        return EvalMetric(name)
-    kind, _, number = name.partition("@")
-    if kind not in AT_K_METRICS or not (number == "k" or (number.isdecimal() and int(number))):
+    found = EvalMetric.parse(f"{name[:-1]}{samples}" if name.endswith("@k") else name)
+    if found is None:
         known = [*SAMPLE_METRICS, *(f"{kind}@k" for kind in AT_K_METRICS)]
         raise ConfigError(
             f"{setting}.metrics has `{name}`; there are {', '.join(known)}, with a number for k."
             f"{suggest_name(name, known)}"
         )
-    k = samples if number == "k" else int(number)
-    if k > samples:
+    if found.k > samples:
         raise ConfigError(
-            f"{setting}.metrics has `{name}`, which needs {k} samples of each prompt, and "
-            f"{setting}.samples={samples}. Set {setting}.samples={k} or more."
+            f"{setting}.metrics has `{name}`, which needs {found.k} samples of each prompt, and "
+            f"{setting}.samples={samples}. Set {setting}.samples={found.k} or more."
         )
-    return EvalMetric(kind, k)
+    return found

@@ -306,22 +306,18 @@ def find_uninformative_critic(seen: RunEvidence) -> Iterator[RunAdvice]:
 
 
 REWARD_RULES = (
-    *(
-        find_dead_groups,
-        find_reward_collapse,
-        find_clipped_updates,
-        find_bad_gradients,
-        find_generator_mismatch,
-        find_truncated_responses,
-        find_length_hacking,
-        find_entropy_collapse,
-    ),
-    *(
-        find_reward_plateau,
-        find_reward_failures,
-        find_evaluation_regressions,
-        find_uninformative_critic,
-    ),
+    find_dead_groups,
+    find_reward_collapse,
+    find_clipped_updates,
+    find_bad_gradients,
+    find_generator_mismatch,
+    find_truncated_responses,
+    find_length_hacking,
+    find_entropy_collapse,
+    find_reward_plateau,
+    find_reward_failures,
+    find_evaluation_regressions,
+    find_uninformative_critic,
 )
 
 

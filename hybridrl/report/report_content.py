@@ -10,6 +10,7 @@ from typing import Any
 
 from hybridrl import __version__
 from hybridrl.checkpoint.store import list_checkpoints
+from hybridrl.config.changed import read_setting
 from hybridrl.config.presets import algorithm_of
 from hybridrl.console.phase_colors import PHASE_COLORS, STEP_PHASES
 from hybridrl.report.device_timeline import build_device_timeline
@@ -74,12 +75,12 @@ class ReportContent:
             "against": [one.name for one in self.against],
             "status": self.run.status(),
             "step": find_last_step(rows),
-            "steps": read_setting(settings, "trainer", "steps"),
+            "steps": read_setting(settings, "trainer.steps"),
             "algorithm": algorithm_of(settings),
-            "model": read_setting(settings, "model", "path"),
+            "model": read_setting(settings, "model.path"),
             "tokens": summary.get("tokens_generated"),
             "seconds": sum(row["time/step"] for row in rows if "time/step" in row),
-            "seed": summary.get("seed", read_setting(settings, "run", "seed")),
+            "seed": summary.get("seed", read_setting(settings, "run.seed")),
             "command": summary.get("command"),
             "versions": summary.get("versions"),
             "commit": summary.get("git_commit"),
@@ -182,9 +183,3 @@ def _count_troubles(rows: _MetricRows) -> list[dict[str, Any]]:
 def find_last_step(rows: _MetricRows) -> int:
     """Return the number of the last training step; 0 before the first."""
     return next((int(row["step"]) for row in reversed(rows) if "time/step" in row), 0)
-
-
-def read_setting(settings: Mapping[str, Any], group: str, name: str) -> Any:
-    """Return a setting of a group, of settings that may be damaged; None where it is not there."""
-    inner = settings.get(group)
-    return inner.get(name) if isinstance(inner, dict) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,7 +98,7 @@ def differences(
     runs = [dict(flatten_settings(one)) for one in (settings, *others)]
     usual = defaults()
     rows = []
-    for name in _names([*runs, usual]):
+    for name in dict.fromkeys(name for run in (*runs, usual) for name in run):
         values = [run.get(name, _ABSENT) for run in runs]
         if name in OF_EACH_RUN or all(value is _ABSENT for value in values):
             continue
@@ -122,10 +122,6 @@ def differences(
 def defaults() -> Mapping[str, Any]:
     """Load the default value of every setting, by dotted name."""
     return dict(flatten_settings(config_to_dict(compose_config()[0])))
-
-
-def _names(runs: Iterable[Mapping[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(name for run in runs for name in run))
 
 
 def _text(value: Any) -> str:

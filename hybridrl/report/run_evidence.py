@@ -148,16 +148,11 @@ class RunEvidence:
         return found
 
     @cached_property
-    def evaluations(self) -> list[dict[str, Any]]:
-        """See `evaluation_log`."""
-        return self.run.evaluations()
-
-    @cached_property
     def evaluated(self) -> list[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
         """The metrics with intervals that were evaluated more than once: name, first and last
         result, each with `value`, `low`, `high`."""
         found: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
-        for entry in self.evaluations:
+        for entry in self.run.evaluations():
             for name, one in entry["sets"].items():
                 for metric, figures in one.get("metrics", {}).items():
                     if all(isinstance(figures.get(k), int | float) for k in _INTERVAL_KEYS):

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hybridrl.config.changed import read_setting
 from hybridrl.config.presets import algorithm_of
 from hybridrl.report.live_report import CachedPart, read_file_stamps
 from hybridrl.report.metric_curves import thin_curve
-from hybridrl.report.report_content import find_last_step, read_setting
+from hybridrl.report.report_content import find_last_step
 from hybridrl.run_files.evaluation_log import find_latest_by_set
 from hybridrl.run_files.metric_reader import extract_series
 from hybridrl.run_files.run_reader import RunReader, list_runs
@@ -81,7 +82,7 @@ def _build_row(run: RunReader) -> dict[str, Any]:
         "name": run.name,
         "status": run.status(),
         "step": find_last_step(rows),
-        "steps": read_setting(settings, "trainer", "steps"),
+        "steps": read_setting(settings, "trainer.steps"),
         "algorithm": algorithm_of(settings),
         "rewards": rewards,
         "evaluations": _newest_evaluation_values(find_latest_by_set(run.evaluations())),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridrl.batch.batch import LIBRARY_PREFIXES
+from hybridrl.config.changed import read_setting
 from hybridrl.run_files.run_paths import SAMPLES, TOKENS
 from hybridrl.run_files.run_reader import RunReader, read_table
 
@@ -236,8 +237,7 @@ def tokenizer_of(run: Path, settings: dict[str, Any]) -> Tokenizer | None:
     """Load the run's tokenizer from a local file; None if there is none."""
     from tokenizers import Tokenizer
 
-    model = settings.get("model") or {}
-    named = [model.get("tokenizer"), model.get("path")] if isinstance(model, dict) else []
+    named = [read_setting(settings, name) for name in ("model.tokenizer", "model.path")]
     folders = [run / "model", run / "initial_model", *(Path(str(one)) for one in named if one)]
     for folder in folders:
         file = folder / "tokenizer.json"

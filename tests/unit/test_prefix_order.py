@@ -12,8 +12,13 @@ from hypothesis import strategies as st
 from hybridrl.batch.batch import Batch
 from hybridrl.checks.settings.rollout_checks import find_order_obstacle
 from hybridrl.data import prefix_order, prompt_loader
-from hybridrl.data.prefix_order import BLOCK_TOKENS, PrefixOrder, compare_orders
-from hybridrl.data.shuffle_error import compute_shuffle_error, rank_traits
+from hybridrl.data.prefix_order import (
+    BLOCK_TOKENS,
+    PrefixOrder,
+    compare_orders,
+    compute_shuffle_error,
+    rank_traits,
+)
 from hybridrl.errors import DataError
 from hybridrl.job.config_resolution import KnownJob, load_config, resolve_prompt_order
 
