@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Self
 
 from rich.cells import cell_len
@@ -36,20 +36,14 @@ class LiveConsole(RunView):
     values, so that a frame shows the old ones or the new.
     """
 
-    def __init__(
-        self,
-        total_steps: int,
-        title: str,
-        console: Console,
-        clock: Callable[[], float] = time.monotonic,
-        accuracy: str = "accuracy",
-    ) -> None:
-        super().__init__(total_steps, title, console, clock, accuracy)
-        self._phase: tuple[str, float] | None = None
-        self._progress: tuple[int, int, str] | None = None
-        self._samples: tuple[int, str, Sequence[ShownSample]] | None = None
-        self._samples_since = float("-inf")
-        self._live = Live(self, console=console, refresh_per_second=_FRAMES_PER_SECOND)
+    _phase: tuple[str, float] | None = None
+    _progress: tuple[int, int, str] | None = None
+    _samples: tuple[int, str, Sequence[ShownSample]] | None = None
+    _samples_since = float("-inf")
+
+    @cached_property
+    def _live(self) -> Live:
+        return Live(self, console=self._console, refresh_per_second=_FRAMES_PER_SECOND)
 
     def __enter__(self) -> Self:
         self._start()
