@@ -58,7 +58,7 @@ class RowRecipe(NamedTuple):
         rows = read(self.required, self.named, refused)
         rows = extract_reference_answers(rows, self.config.answer_format, answers, refused)
         check_rows(self.config, rows, refused)
-        return self.tokenize(RowReader.of(self.config, tokenizer, refused), rows, **self.columns)
+        return self.tokenize(RowReader(tokenizer, self.config, refused), rows, **self.columns)
 
 
 class BlockProgram(logging.Handler):

@@ -18,7 +18,7 @@ from hybridrl.conversations.rendering import (
 )
 from hybridrl.data.encoding import quote_excerpt, shorten_value, special_token_pattern
 from hybridrl.data.message_cells import check_no_nul
-from hybridrl.data.row_origin import DATA, DataRow, RowOrigin
+from hybridrl.data.row_origin import DataRow, RowOrigin
 from hybridrl.errors import RowError
 
 if TYPE_CHECKING:
@@ -54,17 +54,17 @@ class ChatRenderer:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        context: TemplateContext | None = None,
-        tools_column: str | None = None,
-        learn: str = "all",
-        origin: RowOrigin = DATA,
+        context: TemplateContext,
+        tools_column: str | None,
+        learn: str,
+        origin: RowOrigin,
     ) -> None:
-        self._tokenizer, self._context = tokenizer, context or TemplateContext()
+        self._tokenizer, self._context = tokenizer, context
         self._column, self._learn, self._origin = tools_column, learn, origin
         self._closes = re.compile(rf"(?:{special_token_pattern(tokenizer).pattern})(?=\s*\Z)")
         self._shown: set[Any] = set()
         self._counts: Counter[str] = Counter()
-        check_options(self._context.options, tokenizer, origin / "chat_template_options")
+        check_options(context.options, tokenizer, origin / "chat_template_options")
 
     def note_unshown(self, cell: Any) -> None:
         """Count a row whose tools no template shows, because its prompt is plain text."""

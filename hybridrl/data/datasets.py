@@ -150,7 +150,7 @@ def _load_splits(
     _check_file_settings(config, origin)
 
     def tokenized(rows: pa.Table, refused: RefusedRows) -> Batch:
-        return how.tokenize(RowReader.of(config, tokenizer, refused), rows, **how.columns)
+        return how.tokenize(RowReader(tokenizer, config, refused), rows, **how.columns)
 
     if config.task is not None:
         training, kept = map(

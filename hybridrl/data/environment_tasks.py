@@ -9,7 +9,6 @@ import pyarrow as pa
 
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import DataConfig, EnvironmentConfig
-from hybridrl.conversations.rendering import TemplateContext
 from hybridrl.data.held_out import DataSplits
 from hybridrl.data.prompts import tokenize_prompts
 from hybridrl.data.row_reader import RowReader
@@ -57,10 +56,12 @@ def load_environment_tasks(
                 f"environment.name={environment.name} gave tasks whose columns are not of one kind "
                 f"each: {error}"
             ) from error
-        context = TemplateContext.of(config.chat_template_options, config.date)
-        limit = config.max_prompt_tokens
-        reader = RowReader(tokenizer, max_prompt_tokens=limit, context=context)
+        how = DataConfig(
+            max_prompt_tokens=config.max_prompt_tokens,
+            chat_template_options=config.chat_template_options,
+            date=config.date,
+        )
         answers = "answer" if "answer" in table.column_names else None
-        return tokenize_prompts(reader, table, "prompt", answers)
+        return tokenize_prompts(RowReader(tokenizer, how), table, "prompt", answers)
 
     return DataSplits(tokenized(training), tokenized(kept) if kept else None)

@@ -105,7 +105,7 @@ def tokenize_preference_pairs(
             return [_read_pair(reader, row, tools, (prompt, *cells), columns)]
         answers, of_answers = cells
         named = (ranked_column, scores_column)
-        found = list_ranked_pairs(row, answers, of_answers, named, reader.ranked_pairs)
+        found = list_ranked_pairs(row, answers, of_answers, named, reader.config.ranked_pairs)
         return [
             _read_pair(reader, row, tools, (prompt, one.better, one.worse), columns)._replace(
                 margin=one.margin
@@ -214,7 +214,7 @@ def _read_pair(
         return _PairTexts(prompt, ends[0], ends[1], is_chat=False)
     better, worse = (parse_prompt_messages(row, cell, "assistant") for cell in (chosen, rejected))
     asked = add_system_message(
-        reader.system_prompt, _read_shared_prompt(row, prompt, better, worse, columns)
+        reader.config.system_prompt, _read_shared_prompt(row, prompt, better, worse, columns)
     )
     (first,), (second,) = (
         reader.renderer.examples(row, [*asked, answer], [len(asked)], tools)

@@ -73,13 +73,13 @@ def tokenize_prompts(
         if not reader.is_chat(row, tools, (prompt_column, "prompt_column", prompt)):
             return prompt, None
         question = read_prompt_messages(row, prompt, prompt_column)
-        messages = add_system_message(reader.system_prompt, question)
+        messages = add_system_message(reader.config.system_prompt, question)
         text = reader.renderer.prompt(row, messages, tools)
         return text, _role_and_text(question) if isinstance(prompt, list) else None
 
     found = reader.read(rows, read, prompts)
     texts, chats = zip(*(one or ("", None) for one in found), strict=True)
-    is_chat = [isinstance(prompt, list) or reader.chat is True for prompt in prompts]
+    is_chat = [isinstance(prompt, list) or reader.config.chat is True for prompt in prompts]
     reader.check_system_prompt([a for a, read in zip(is_chat, found, strict=True) if read])
     has_ends = [a or b for a, b in zip(is_chat, rendered or [False] * len(prompts), strict=True)]
     prompt_ids = reader.encode_prompts(texts, has_ends)

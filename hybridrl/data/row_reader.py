@@ -28,8 +28,6 @@ from hybridrl.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TooLongPolicy = Literal["error", "drop"]
-Learn = Literal["all", "last", "each"]
 Found = TypeVar("Found")
 Rows = npt.NDArray[np.int64]
 
@@ -39,57 +37,30 @@ class RowReader:
     """Read the cells of one table's rows, render its chats and tokenize its texts.
 
     Attributes:
-        chat: None renders lists of messages with the tokenizer's chat template and takes strings as
-            they are; True also wraps a string as one user message; False allows strings only.
-        system_prompt: Opens every chat that does not bring a system message of its own.
-        max_prompt_tokens, max_response_tokens: Limits; None: there is none.
-        too_long: `error` refuses a longer row, `drop` leaves it out and logs the number.
-        context: Options of the chat template, and the date of the run.
-        tools_column: Column of the functions that the model may call, which the template shows;
-            `tools` may be missing. None: there are none.
-        learn: Answers of a conversation to learn: `all`, in one row where the template shows each
-            as it is generated, else in several; `each` in a row of its own; or the `last` alone.
-        ranked_pairs: Pairs of a ranking to learn: `all`, or its `ends`.
+        config: How they are read.
         refused: Gets the rows that cannot be read, which are left out if it allows that; else they
             are an error.
     """
 
     tokenizer: PreTrainedTokenizerBase
-    chat: bool | None = None
-    system_prompt: str | None = None
-    max_prompt_tokens: int | None = None
-    max_response_tokens: int | None = None
-    too_long: TooLongPolicy = "error"
-    context: TemplateContext | None = None
-    tools_column: str | None = TOOLS
-    learn: Learn = "all"
-    ranked_pairs: str = "all"
+    config: DataConfig = field(default_factory=DataConfig)
     refused: RefusedRows = field(default_factory=RefusedRows)
-
-    @classmethod
-    def of(
-        cls, config: DataConfig, tokenizer: PreTrainedTokenizerBase, refused: RefusedRows
-    ) -> RowReader:
-        """Return the reader that the settings ask for."""
-        names = ("chat", "system_prompt", "max_prompt_tokens", "max_response_tokens", "too_long")
-        return cls(
-            tokenizer,
-            **{name: getattr(config, name) for name in (*names, "learn", "ranked_pairs")},
-            context=TemplateContext.of(config.chat_template_options, config.date),
-            tools_column=None if config.task else config.tools_column,
-            refused=refused,
-        )
 
     @property
     def origin(self) -> RowOrigin:
         return self.refused.origin
 
+    @property
+    def tools_column(self) -> str | None:
+        """Column of the functions that the model may call; a task's rows have none."""
+        return None if self.config.task else self.config.tools_column
+
     @cached_property
     def renderer(self) -> ChatRenderer:
         """Return the renderer of this table's chats, which counts what it does not show."""
-        return ChatRenderer(
-            self.tokenizer, self.context, self.tools_column, self.learn, self.origin
-        )
+        config = self.config
+        context = TemplateContext.of(config.chat_template_options, config.date)
+        return ChatRenderer(self.tokenizer, context, self.tools_column, config.learn, self.origin)
 
     def cells(self, rows: pa.Table, column: str, setting: str) -> list[Any]:
         """Return the cells of a column, which a setting of the data names.
@@ -130,10 +101,12 @@ class RowReader:
             DataError, ConfigError: for a chat that settings or tokenizer rule out, and for NUL
                 characters in a text.
         """
-        chats = {name: cell for name, _, cell in cells if isinstance(cell, list) or self.chat}
+        chats = {
+            name: cell for name, _, cell in cells if isinstance(cell, list) or self.config.chat
+        }
         for name, cell in chats.items():
             if name is not None:
-                check_chat_allowed(row, cell, self.tokenizer, name, self.chat)
+                check_chat_allowed(row, cell, self.tokenizer, name, self.config.chat)
         if chats:
             return True
         for name, setting, cell in cells:
@@ -143,7 +116,7 @@ class RowReader:
 
     def check_system_prompt(self, is_chat: Sequence[bool]) -> None:
         """Refuse a system prompt for rows that are not chats, where no message could hold it."""
-        if self.system_prompt is not None and not all(is_chat):
+        if self.config.system_prompt is not None and not all(is_chat):
             raise ConfigError(
                 f"`{self.origin / 'system_prompt'}` is set, but the prompts are plain strings, "
                 f"which are taken as they are. Set `{self.origin / 'chat'}=true` to wrap each as a "
@@ -174,17 +147,17 @@ class RowReader:
             DataError: if a row is too long and `too_long` is `error`, or no row is left.
             ConfigError: if `too_long` is neither.
         """
-        limit: int | None = getattr(self, f"max_{what}_tokens")
+        limit: int | None = getattr(self.config, f"max_{what}_tokens")
         setting, drop = self.origin / f"max_{what}_tokens", self.origin / "too_long"
-        if self.too_long not in ("error", "drop"):
-            raise ConfigError(f"`{drop}` is `{self.too_long}`, expected `error` or `drop`.")
+        if self.config.too_long not in ("error", "drop"):
+            raise ConfigError(f"`{drop}` is `{self.config.too_long}`, expected `error` or `drop`.")
         lengths = np.array([len(ids) for ids in encoded])
         if limit is None:
             return among
         mine = lengths[among]
         kept = among[mine <= limit]
         dropped = len(mine) - len(kept)
-        if dropped and self.too_long == "error":
+        if dropped and self.config.too_long == "error":
             first = int(among[mine > limit][0])
             number = first + 1 if numbers is None else numbers[first]
             raise DataError(

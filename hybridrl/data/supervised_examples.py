@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from hybridrl.batch.batch import Batch
+from hybridrl.config.schema import DataConfig
 from hybridrl.conversations.messages import Message
 from hybridrl.data.encoding import append_end_token, encode_turns, find_end_token, trimmed
 from hybridrl.data.message_cells import (
@@ -78,7 +80,7 @@ def tokenize_examples(
                 RenderedConversation([prompt, trimmed(response, reader.tokenizer)], is_chat=False)
             ]
         asked = add_system_message(
-            reader.system_prompt, read_prompt_messages(row, prompt, prompt_column)
+            reader.config.system_prompt, read_prompt_messages(row, prompt, prompt_column)
         )
         messages = asked + parse_prompt_messages(row, response, "assistant")
         return _examples_of(reader, row, messages, len(asked), tools, response_column)
@@ -122,7 +124,7 @@ def tokenize_conversations(reader: RowReader, rows: pa.Table, messages_column: s
                 "without messages",
             )
         check_chat_allowed(row, cell, reader.tokenizer, messages_column, None)
-        messages = add_system_message(reader.system_prompt, parse_prompt_messages(row, cell))
+        messages = add_system_message(reader.config.system_prompt, parse_prompt_messages(row, cell))
         return _examples_of(reader, row, messages, 0, tools, messages_column)
 
     cells = reader.cells(rows, messages_column, "messages_column")
@@ -142,7 +144,8 @@ def tokenize_task_turns(reader: RowReader, rows: pa.Table) -> Batch:
     examples = [
         [RenderedConversation([p, *t], is_chat=False)] for p, t in zip(prompts, turns, strict=True)
     ]
-    return _build_batch(RowReader(reader.tokenizer), examples)
+    unlimited = DataConfig(max_prompt_tokens=sys.maxsize)
+    return _build_batch(RowReader(reader.tokenizer, unlimited), examples)
 
 
 def _has_content(response: str | list[Any]) -> bool:
@@ -220,12 +223,12 @@ def _build_batch(
         reader.rows_within("response", response_ids, answers, among, row_numbers),
     )
     if not len(kept):
-        origin = reader.origin
+        origin, config = reader.origin, reader.config
         reader.refused.doubt(
             DataError(
                 f"`{origin / 'too_long'}=drop` dropped all rows: each has a prompt longer than "
-                f"`{origin / 'max_prompt_tokens'}` ({reader.max_prompt_tokens}) or a response "
-                f"longer than `{origin / 'max_response_tokens'}` ({reader.max_response_tokens}). "
+                f"`{origin / 'max_prompt_tokens'}` ({config.max_prompt_tokens}) or a response "
+                f"longer than `{origin / 'max_response_tokens'}` ({config.max_response_tokens}). "
                 "Raise them."
             )
         )

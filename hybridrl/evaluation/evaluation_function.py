@@ -21,7 +21,6 @@ from hybridrl.batch.batch import Batch
 from hybridrl.batch.call_record import fault_of_name, number_of
 from hybridrl.config.schema import DataConfig
 from hybridrl.controller import BatchRef, WorkerGroup
-from hybridrl.conversations.rendering import TemplateContext
 from hybridrl.data.prompts import PROMPT_MESSAGES_COLUMN, tokenize_prompts
 from hybridrl.data.row_reader import RowReader
 from hybridrl.data.table_columns import table_of
@@ -163,17 +162,21 @@ class EvaluatedModel:
             table = table_of(rows)
         except (pa.ArrowException, OverflowError) as error:
             raise DataError(f"The prompts must all be of one kind: {error}") from error
-        reader = RowReader(
-            self._tokenizer,
+        how = DataConfig(
             max_prompt_tokens=self._data.max_prompt_tokens,
-            context=TemplateContext.of(self._data.chat_template_options, self._data.date),
+            chat_template_options=self._data.chat_template_options,
+            date=self._data.date,
             tools_column=None,
         )
         rendered = [
             isinstance(one, Mapping) and bool(one.get(PROMPT_MESSAGES_COLUMN)) for one in prompts
         ]
         return tokenize_prompts(
-            reader, table, "prompt", "answer" if has_answers else None, rendered
+            RowReader(self._tokenizer, how),
+            table,
+            "prompt",
+            "answer" if has_answers else None,
+            rendered,
         )
 
     def _asked(self, prompt: Any) -> Any:

@@ -129,13 +129,16 @@ def test_tools_reach_the_template(tokenizer, tmp_path, listed):
     assert '"name": "weather"' in asked
     table = pa.Table.from_pylist([{"p": [USER], "tools": listed, "fns": listed}])
     batch = tokenize_prompts(
-        RowReader(tokenizer, max_prompt_tokens=400), table, prompt_column="p", answer_column=None
+        RowReader(tokenizer, DataConfig(max_prompt_tokens=400)),
+        table,
+        prompt_column="p",
+        answer_column=None,
     )
     assert batch["prompt"] == [asked]
     assert batch["tools"] == [listed]
     rest = {"p": [USER], "chosen": "a", "rejected": "b", "fns": listed}
     pairs = tokenize_preference_pairs(
-        RowReader(tokenizer, tools_column="fns"),
+        RowReader(tokenizer, DataConfig(tools_column="fns")),
         pa.Table.from_pylist([rest]),
         "p",
         "chosen",
@@ -172,7 +175,7 @@ def test_tools_that_nobody_sees_are_told_of(tokenizer, caplog):
     def prompts(row, tokenizer=tokenizer):
         table = pa.Table.from_pylist([row])
         tokenize_prompts(
-            RowReader(tokenizer, max_prompt_tokens=400),
+            RowReader(tokenizer, DataConfig(max_prompt_tokens=400)),
             table,
             prompt_column="p",
             answer_column=None,
@@ -190,7 +193,7 @@ def test_tools_that_nobody_sees_are_told_of(tokenizer, caplog):
         prompts({"p": [USER], "tools": "hammer, saw"})
     with pytest.raises(DataError, match=r"`data.tools_column` is `tool`.*Did you mean `tools`"):
         tokenize_prompts(
-            RowReader(tokenizer, max_prompt_tokens=9, tools_column="tool"),
+            RowReader(tokenizer, DataConfig(max_prompt_tokens=9, tools_column="tool")),
             pa.table({"p": ["a"], "tools": [None]}),
             prompt_column="p",
             answer_column=None,
@@ -214,7 +217,10 @@ def test_a_message_that_the_template_skips_is_refused(messages, role):
     table = pa.Table.from_pylist([{"p": [USER]}, {"p": messages}])
     with pytest.raises(DataError, match=f"Row 2 .* of the role `{role}`, .* leaves out"):
         tokenize_prompts(
-            RowReader(tokenizer, max_prompt_tokens=99), table, prompt_column="p", answer_column=None
+            RowReader(tokenizer, DataConfig(max_prompt_tokens=99)),
+            table,
+            prompt_column="p",
+            answer_column=None,
         )
 
 

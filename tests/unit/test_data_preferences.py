@@ -4,6 +4,7 @@ import pyarrow as pa
 import pytest
 import torch
 
+from hybridrl.config.schema import DataConfig
 from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.preference_pairs import split_pairs_into_samples, tokenize_preference_pairs
 from hybridrl.data.row_reader import RowReader
@@ -34,7 +35,7 @@ def chat_tokenizer():
 def pairs(rows, tokenizer, prompt_column="prompt", margin_column=None, **settings):
     table = pa.Table.from_pylist(rows)
     return tokenize_preference_pairs(
-        *(RowReader(tokenizer, **settings), table, prompt_column, "chosen", "rejected"),
+        *(RowReader(tokenizer, DataConfig(**settings)), table, prompt_column, "chosen", "rejected"),
         margin_column,
     )
 

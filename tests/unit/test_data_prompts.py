@@ -3,6 +3,7 @@ import logging
 import pyarrow as pa
 import pytest
 
+from hybridrl.config.schema import DataConfig
 from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.prompts import tokenize_prompts
 from hybridrl.data.row_reader import RowReader
@@ -29,7 +30,7 @@ def chat_tokenizer():
 def tokenize(rows, tokenizer, **settings):
     columns = {"prompt_column": "prompt", "answer_column": None}
     columns |= {n: settings.pop(n) for n in [*columns, "rendered"] if n in settings}
-    reader = RowReader(tokenizer, **{"max_prompt_tokens": 100, **settings})
+    reader = RowReader(tokenizer, DataConfig(**{"max_prompt_tokens": 100, **settings}))
     return tokenize_prompts(reader, pa.Table.from_pylist(rows), **columns)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from settings import configured
 
+from hybridrl.config.schema import DataConfig
 from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.datasets import load_rows
 from hybridrl.data.labelled_responses import tokenize_labelled_responses
@@ -31,7 +32,16 @@ def tokenizer():
 def ranked(rows, tokenizer, scores=None, **settings):
     table = pa.Table.from_pylist(rows)
     return tokenize_preference_pairs(
-        *(RowReader(tokenizer, **settings), table, "prompt", None, None, None, "answers", scores)
+        *(
+            RowReader(tokenizer, DataConfig(**settings)),
+            table,
+            "prompt",
+            None,
+            None,
+            None,
+            "answers",
+            scores,
+        )
     )
 
 
@@ -131,7 +141,7 @@ LABELS = [
 
 
 def labelled(rows, tokenizer, **settings):
-    reader = RowReader(tokenizer, **settings)
+    reader = RowReader(tokenizer, DataConfig(**settings))
     return tokenize_labelled_responses(
         reader, pa.Table.from_pylist(rows), "prompt", "response", "label"
     )

@@ -3,6 +3,7 @@ import json
 import pyarrow as pa
 import pytest
 
+from hybridrl.config.schema import DataConfig
 from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.row_reader import RowReader
 from hybridrl.data.supervised_examples import tokenize_conversations, tokenize_examples
@@ -46,12 +47,17 @@ TALK = [
 
 def conversations(rows, template, **settings):
     rows = pa.Table.from_pylist([{"messages": messages} for messages in rows])
-    return tokenize_conversations(RowReader(with_template(template), **settings), rows, "messages")
+    return tokenize_conversations(
+        RowReader(with_template(template), DataConfig(**settings)), rows, "messages"
+    )
 
 
 def examples(rows, tokenizer, **settings):
     return tokenize_examples(
-        RowReader(tokenizer, **settings), pa.Table.from_pylist(rows), "prompt", "response"
+        RowReader(tokenizer, DataConfig(**settings)),
+        pa.Table.from_pylist(rows),
+        "prompt",
+        "response",
     )
 
 

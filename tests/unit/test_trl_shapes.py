@@ -5,6 +5,7 @@ import inspect
 import pyarrow as pa
 import pytest
 
+from hybridrl.config.schema import DataConfig
 from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.preference_pairs import tokenize_preference_pairs
 from hybridrl.data.prompts import tokenize_prompts
@@ -54,7 +55,9 @@ def test_prompts_reach_a_function_as_they_stand_in_the_data(tokenizer):
 
 def test_the_system_prompt_is_no_part_of_what_a_function_sees(tokenizer):
     table = pa.Table.from_pylist([{"prompt": said("user", "1")}])
-    batch = tokenize_prompts(RowReader(tokenizer, system_prompt="s"), table, "prompt", None)
+    batch = tokenize_prompts(
+        RowReader(tokenizer, DataConfig(system_prompt="s")), table, "prompt", None
+    )
     assert batch["prompt"] == ["s(s)u(1)a("]
     assert batch["prompt_messages"] == [said("user", "1")]
 
