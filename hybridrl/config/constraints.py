@@ -80,11 +80,8 @@ class OneOf:
         return f"one of {', '.join(self.names)}"
 
 
-class OneOrMoreOf:
+class OneOrMoreOf(OneOf):
     """A choice of one name, or a list of several."""
-
-    def __init__(self, *names: str) -> None:
-        self.names = names
 
     def refusal(self, value: Any) -> str:
         listed = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
@@ -92,7 +89,7 @@ class OneOrMoreOf:
         return f"must be {self}.{suggest_name(str(unknown[0]), self.names)}" if unknown else ""
 
     def __str__(self) -> str:
-        return f"one of {', '.join(self.names)}, or a list of them"
+        return f"{super().__str__()}, or a list of them"
 
 
 class NotEmpty:

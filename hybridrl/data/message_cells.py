@@ -168,6 +168,6 @@ def read_prompt_messages(row: DataRow, cell: str | list[Any], column: str) -> li
 def add_system_message(system_prompt: str | None, messages: list[Message]) -> list[Message]:
     """Return the messages with the system prompt in front, unless they begin with a system
     message."""
-    if system_prompt is None or messages[0]["role"] == "system":
+    if system_prompt is None or messages[0].get("role") == "system":
         return messages
     return [{"role": "system", "content": system_prompt}, *messages]

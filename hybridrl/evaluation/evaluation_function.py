@@ -21,6 +21,7 @@ from hybridrl.batch.batch import Batch
 from hybridrl.batch.call_record import fault_of_name, number_of
 from hybridrl.config.schema import DataConfig
 from hybridrl.controller import BatchRef, WorkerGroup
+from hybridrl.data.message_cells import add_system_message
 from hybridrl.data.prompts import PROMPT_MESSAGES_COLUMN, tokenize_prompts
 from hybridrl.data.row_reader import RowReader
 from hybridrl.data.table_columns import table_of
@@ -185,9 +186,7 @@ class EvaluatedModel:
         if isinstance(prompt, str) and not data.chat:
             return prompt
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
-        if data.system_prompt is not None and messages[0].get("role") != "system":
-            messages.insert(0, {"role": "system", "content": data.system_prompt})
-        return messages
+        return add_system_message(data.system_prompt, messages)
 
     def _how(self, asked: Mapping[str, Any]) -> SamplingSettings:
         known = ("temperature", "top_p", "top_k", "max_tokens", "stop")

@@ -284,10 +284,7 @@ def find_evaluation_regressions(seen: RunEvidence) -> Iterator[RunAdvice]:
     """Yield a warning for each evaluation whose interval now lies below that of the first one."""
     for name, first, last in seen.evaluated:
         if last["high"] < first["low"]:
-            title = (
-                f"{name} fell from {first['value']:.3g} ({first['low']:.3g} to {first['high']:.3g})"
-                f" to {last['value']:.3g} ({last['low']:.3g} to {last['high']:.3g})"
-            )
+            title = f"{name} fell from {format_interval(first)} to {format_interval(last)}"
             numbers = {"first": first["value"], "last": last["value"]}
             action = (
                 "What is rewarded is not what is evaluated, or updates are too large: compare "
@@ -390,6 +387,11 @@ def suggest_lower_rate(seen: RunEvidence, times: float = _RATE_DIVISOR) -> str:
     if not rate:
         return "Lower actor.optimizer.learning_rate."
     return f"Lower the rate: actor.optimizer.learning_rate={rate / times:.1g} (now {rate:.2g})."
+
+
+def format_interval(figures: Mapping[str, float]) -> str:
+    """Format a figure of an evaluation with its interval."""
+    return f"{figures['value']:.3g} ({figures['low']:.3g} to {figures['high']:.3g})"
 
 
 def _rose(seen: RunEvidence, rewards: MetricChange) -> bool:

@@ -62,7 +62,7 @@ def build_curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             continue
         x, y = thin_curve(steps, values, _MAX_POINTS if is_first else _MAX_SECONDARY_POINTS)
         thinned += len(x) < len(steps) and is_first
-        found[name] = {"x": x, "y": [_round_value(value) for value in y]}
+        found[name] = {"x": x, "y": [float(f"{value:.{_SIGNIFICANT_DIGITS}g}") for value in y]}
     note = f"Of long curves {_MAX_POINTS:,} points are drawn, extremes included." if thinned else ""
     return {"series": found, "steps": [row["step"] for row in rows][-1:], "note": note}
 
@@ -89,7 +89,3 @@ def _read_finite_series(
     steps, values = extract_series(rows, name)
     kept = [place for place, value in enumerate(values) if math.isfinite(value)]
     return [steps[place] for place in kept], [float(values[place]) for place in kept]
-
-
-def _round_value(value: float) -> float:
-    return float(f"{value:.{_SIGNIFICANT_DIGITS}g}")

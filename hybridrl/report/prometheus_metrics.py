@@ -17,11 +17,6 @@ _STEP_GAUGE, _AGE_GAUGE, _STATE_GAUGE = (
 )
 
 
-def _gauge_name(metric: str) -> str:
-    """Return the gauge name of a metric: `reward/mean` becomes `hybridrl_reward_mean`."""
-    return _METRIC_PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", metric)
-
-
 def render_prometheus_metrics(runs: Mapping[Path, Sequence[Mapping[str, Any]]]) -> str:
     """Render the newest metrics of several runs in Prometheus' text format.
 
@@ -60,7 +55,8 @@ def _build_samples(
     for row in rows:
         newest.update(row)
     for name in sorted(newest.keys() - {"step"}):
-        yield _gauge_name(name), name, run, newest[name]
+        gauge = _METRIC_PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", name)
+        yield gauge, name, run, newest[name]
 
 
 def _escape_label(label: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from hybridrl.report.advice import RunAdvice
 from hybridrl.report.device_advice import DEVICE_RULES
 from hybridrl.report.device_spans import format_cause
-from hybridrl.report.learning_advice import REWARD_RULES
+from hybridrl.report.learning_advice import REWARD_RULES, format_interval
 from hybridrl.report.run_evidence import MetricChange, RunEvidence
 from hybridrl.report.time_advice import TIME_RULES
 from hybridrl.run_files.evaluation_log import find_latest_by_set
@@ -89,8 +89,8 @@ def _describe_evaluations(seen: RunEvidence) -> list[str]:
         else:
             verdict = "the intervals overlap"
         said.append(
-            f"{name.replace('/', ' ')} went from {_format_interval(first)} at step {first['step']} "
-            f"to {_format_interval(last)} at step {last['step']}: {verdict}."
+            f"{name.replace('/', ' ')} went from {format_interval(first)} at step {first['step']} "
+            f"to {format_interval(last)} at step {last['step']}: {verdict}."
         )
     return said
 
@@ -139,10 +139,6 @@ def _format_largest_shares(shares: Mapping[str, float]) -> str:
 
 def _format_change(change: MetricChange) -> str:
     return f"{change.first:.3g} to {change.last:.3g}"
-
-
-def _format_interval(figures: Mapping[str, float]) -> str:
-    return f"{figures['value']:.3g} ({figures['low']:.3g} to {figures['high']:.3g})"
 
 
 def find_advice(seen: RunEvidence) -> list[RunAdvice]:

@@ -86,13 +86,11 @@ def _build_row(run: RunReader) -> dict[str, Any]:
         "algorithm": algorithm_of(settings),
         "rewards": rewards,
         "evaluations": _newest_evaluation_values(find_latest_by_set(run.evaluations())),
-        **{column: _find_newest_value(rows, metric) for column, metric in _COLUMN_METRICS.items()},
+        **{
+            column: next((row[metric] for row in reversed(rows) if metric in row), None)
+            for column, metric in _COLUMN_METRICS.items()
+        },
     }
-
-
-def _find_newest_value(rows: list[dict[str, Any]], metric: str) -> float | None:
-    """Return the value of the last row that has the metric."""
-    return next((row[metric] for row in reversed(rows) if metric in row), None)
 
 
 def _newest_evaluation_values(sets: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -93,7 +93,7 @@ class WandbWriter:
 
     def __init__(self, directory: Path, run_name: str, config: Mapping[str, Any]) -> None:
         wandb = _import_tracker("wandb")
-        project = None if _is_variable_set("WANDB_PROJECT") else "hybridrl"
+        project = None if os.environ.get("WANDB_PROJECT") else "hybridrl"
         self._run = wandb.init(
             project=project, name=run_name, dir=str(directory), config=dict(config)
         )
@@ -110,9 +110,7 @@ class MLflowWriter:
 
     def __init__(self, run_name: str, config: Mapping[str, Any]) -> None:
         mlflow = self._mlflow = _import_tracker("mlflow")
-        if not (
-            _is_variable_set("MLFLOW_EXPERIMENT_NAME") or _is_variable_set("MLFLOW_EXPERIMENT_ID")
-        ):
+        if not any(map(os.environ.get, ("MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"))):
             mlflow.set_experiment("hybridrl")
         mlflow.start_run(run_name=run_name)
         mlflow.log_dict(dict(config), "config.json")
@@ -268,10 +266,6 @@ def _import_tracker(package: str, module: str | None = None) -> Any:
         return importlib.import_module(module or package)
     except ImportError as error:
         raise _missing_package_error(package, error) from error
-
-
-def _is_variable_set(variable: str) -> bool:
-    return bool(os.environ.get(variable))
 
 
 def _missing_package_error(package: str, error: ImportError) -> MissingPackageError:
