@@ -1,6 +1,6 @@
 """Constraints on the values of settings, written beside the type:
 
-    learning_rate: Annotated[float, Range(above=0, most=1)] = 1e-6
+    learning_rate: Annotated[float, NumberRange(above=0, most=1)] = 1e-6
     schedule: Annotated[str, OneOf("constant", "linear", "cosine")] = "constant"
 
 `hybridrl.config.setting_types` looks at them; the reference page lists them.
@@ -30,7 +30,7 @@ class ValueConstraint(Protocol):
 
 @dataclass(frozen=True)
 class NumberRange:
-    """A range of numbers from `ge` (or above `gt`) to `le` (or below `lt`).
+    """A range of numbers from `least` (or above `above`) to `most` (or below `below`).
 
     Attributes:
         why: A sentence for who is outside, where the numbers do not explain themselves.

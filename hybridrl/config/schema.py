@@ -3,7 +3,7 @@
 What is learned stands in `objective_schema`, the data in `data_schema`, the models in
 `model_schema`, evaluations in `eval_schema`, environments in `environment_schema`, all else here,
 where the whole is put together and imported from. Beside a type
-stands what its values may be (`bounds`).
+stands what its values may be (`constraints`).
 
 A *prompt* is a question, a *sample* is it with one response, a *token* is a token. What can be
 derived (samples per step, context length, devices) is derived, and printed at the start.

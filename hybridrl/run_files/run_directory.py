@@ -6,7 +6,7 @@ runs/2026-03-01_09-30-00-addition/
     steps.jsonl      what every rank did in each step, and when; see `recorded_steps`
     samples/         step-000012.parquet: prompts, answers, rewards;
                      eval-math-step-000020.parquet: those of an evaluation, by its set
-    evaluations.json what was evaluated, how, and how sure it is; see `evaluations`
+    evaluations.json what was evaluated, how, and how sure it is; see `evaluation_log`
     tokens/          step-000012.parquet: of some samples, each token
     bad-steps/       what steps learned from whose numbers were not finite
     logs/            one file per rank
@@ -17,7 +17,7 @@ runs/2026-03-01_09-30-00-addition/
                      also among those to evaluate on
     checkpoints/     complete steps to resume from; see `CheckpointStore`
     lock.json        which job has the folder, while it runs; see `run_lock`
-    status.json      what has become of the run; see `run_state`
+    status.json      what has become of the run; see `run_status`
     summary.json
     report.html      the run as a page; see `report`
 runs/latest          a link to the newest run
