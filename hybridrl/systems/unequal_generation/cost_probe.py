@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from hybridrl.models.language_model import build_language_model
 from hybridrl.models.model_shape import compute_model_shape, narrow_config
@@ -61,7 +61,10 @@ def measure_phase_costs(
     layer: dict[bool, dict[int, list[tuple[int, float]]]] = {True: {}, False: {}}
     stage: dict[bool, list[tuple[int, float]]] = {True: [], False: []}
     for number in bits:
-        pair = [_stage(model, depth, number, dtype, device) for depth in _PROBED_DEPTHS]
+        pair = [
+            DecoderStage(copy.deepcopy(model), None, 0, [number] * depth, DTYPES[dtype], device)
+            for depth in _PROBED_DEPTHS
+        ]
         for count in sorted(set(rows)):
             for prefill in (True, False):
                 tokens = prompt_tokens if prefill else 1
@@ -131,12 +134,6 @@ def measure_copy_link(device: torch.device) -> LinkSpec:
 
 _GLOO_LATENCY_S = 2e-4
 """Of a message between two processes of a machine, with gloo."""
-
-
-def _stage(
-    model: PreTrainedModel, depth: int, bits: int, dtype: str, device: torch.device
-) -> DecoderStage:
-    return DecoderStage(copy.deepcopy(model), None, 0, [bits] * depth, DTYPES[dtype], device)
 
 
 def _pass(

@@ -68,14 +68,11 @@ class DecodeMicroBatch:
             ids[row, self.longest - len(prompt) :] = prompt
         return ids.to(self._device)
 
-    def prefill_places(self, piece: slice) -> tuple[Tensor | None, Tensor]:
-        """Return attention mask and positions of the prompts of a slice."""
+    def places(self, piece: slice = slice(None)) -> tuple[Tensor | None, Tensor]:
+        """Return attention mask and positions of the newest tokens of a slice: of its prompts at
+        first, then of the last tokens."""
         mask = None if self._mask is None else self._mask[piece]
         return mask, self._positions[piece]
-
-    def decode_places(self) -> tuple[Tensor | None, Tensor]:
-        """Return attention mask and positions of the last tokens."""
-        return self._mask, self._positions
 
     def take(self, tokens: Tensor) -> None:
         """Append the next token of every row, as encoded by `mark_last_tokens`."""
@@ -102,6 +99,5 @@ class DecodeMicroBatch:
 
 
 def mark_last_tokens(tokens: Tensor, ends: Sequence[bool]) -> Tensor:
-    """Encode tokens for the other stages: ``-1 - token`` is the last one of its sample. ``-1 -
-    token`` is the last one of its sample."""
+    """Encode tokens for the other stages: ``-1 - token`` is the last one of its sample."""
     return torch.where(torch.tensor(list(ends), device=tokens.device), -1 - tokens, tokens)

@@ -145,8 +145,7 @@ class DecoderStage(nn.Module):
         return found
 
     def _names_of(self, layer: int | None) -> list[str]:
-        """Return the parameters of a layer; with None those outside of all layers. None: of what is
-        in none."""
+        """Return the parameters of a layer; with None those outside of all layers."""
         above = f"base.layers.{'' if layer is None else f'{layer}.'}"
         return [
             name

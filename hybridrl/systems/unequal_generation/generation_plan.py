@@ -81,8 +81,9 @@ class GenerationPlan:
         return replace(self, stages=tuple(stages))
 
 
-def make_equal_plan(layers: int, stages: int, bits: int = FULL_PRECISION_BITS) -> GenerationPlan:
-    """Build a plan with equally many layers per stage, as far as possible, in one precision.
+def make_equal_plan(layers: int, stages: int) -> GenerationPlan:
+    """Build a plan with equally many layers per stage, as far as possible, in the model's
+    precision.
 
     Raises:
         ConfigError: if there are fewer layers than stages.
@@ -95,7 +96,7 @@ def make_equal_plan(layers: int, stages: int, bits: int = FULL_PRECISION_BITS) -
     bounds = [layers * number // stages for number in range(stages + 1)]
     counts = [stop - start for start, stop in itertools.pairwise(bounds)]
     return GenerationPlan(
-        tuple(GenerationStage(number, (bits,) * count) for number, count in enumerate(counts)),
+        tuple(GenerationStage(n, (FULL_PRECISION_BITS,) * count) for n, count in enumerate(counts)),
         stages,
     )
 

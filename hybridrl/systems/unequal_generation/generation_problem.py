@@ -7,15 +7,13 @@ number of bits and in both phases: the pass over prompts (prefill), and one toke
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from hybridrl.errors import ConfigError
 from hybridrl.system.cluster_spec import LinkSpec
-from hybridrl.systems.unequal_generation.generation_plan import GENERATION_BITS, GenerationPlan
+from hybridrl.systems.unequal_generation.generation_plan import GenerationPlan
 
 CostCurve = tuple[tuple[int, float], ...]
 """Seconds by the number of samples in a micro-batch, which grow; between two of them a line."""
@@ -114,11 +112,6 @@ def interpolate_seconds(curve: CostCurve, rows: float) -> float:
     return max(0.0, before + (after - before) * (rows - low) / (high - low))
 
 
-def compute_micro_batch_rows(problem: GenerationProblem, micro_batches: int) -> int:
-    """Return the number of samples in the largest micro-batch."""
-    return -(-problem.samples // micro_batches)
-
-
 class StageCosts(NamedTuple):
     """The costs of each stage in one phase, for one order of devices.
 
@@ -137,7 +130,7 @@ def compute_stage_costs(
     problem: GenerationProblem, order: Sequence[int], micro_batches: int, prefill: bool
 ) -> StageCosts:
     """Compute the seconds of one micro-batch on each stage and link."""
-    rows, last = compute_micro_batch_rows(problem, micro_batches), len(order) - 1
+    rows, last = -(-problem.samples // micro_batches), len(order) - 1  # of the largest
     tokens = rows * (problem.prompt_tokens if prefill else 1)
     found = StageCosts([], [], [])
     for number, device in enumerate(order):
@@ -198,41 +191,6 @@ def sum_indicators(problem: GenerationProblem, plan: GenerationPlan) -> float:
     return sum(problem.indicators[layer].get(bits, 0.0) for layer, bits in plan.bits.items())
 
 
-def check_generation_problem(problem: GenerationProblem) -> None:
-    """Refuse a problem whose numbers are missing, not finite or out of range.
-
-    Raises:
-        ConfigError: names them.
-    """
-    if not problem.devices or not problem.layers:
-        raise ConfigError("A plan of generation needs a device and a layer at least.")
-    counts = {name: getattr(problem, name) for name in ("samples", "prompt_tokens")}
-    counts["response_tokens"] = problem.response_tokens
-    for name, count in counts.items():
-        if count < 1:
-            raise ConfigError(f"A plan of generation for {name}={count}: must be at least 1.")
-    if not problem.max_kl >= 0:
-        raise ConfigError(f"rollout.max_kl={problem.max_kl}: must be at least 0.")
-    bits = set(problem.layer_bytes)
-    for number, indicators in enumerate(problem.indicators):
-        if lacking := bits - indicators.keys():
-            raise ConfigError(f"Layer {number} has no indicator for {sorted(lacking)} bits.")
-        _check(f"indicators of layer {number}", indicators.values())
-    for device in problem.devices:
-        if not device.memory > 0:
-            raise ConfigError(f"Device {device.name} has a memory of {device.memory} bytes.")
-        for costs in (device.prefill, device.decode):
-            if costs.layer.keys() != bits or not bits <= set(GENERATION_BITS):
-                raise ConfigError(
-                    f"Device {device.name} has costs for layers of {sorted(costs.layer)} bits, and "
-                    f"the plan is about {sorted(bits)}; {GENERATION_BITS} are known."
-                )
-            for curve in (*costs.layer.values(), costs.head, costs.stage):
-                _check(f"costs of {device.name}", (number for point in curve for number in point))
-                if not curve or [rows for rows, _ in curve] != sorted({rows for rows, _ in curve}):
-                    raise ConfigError(f"The costs of {device.name} are no growing list: {curve}.")
-
-
 def _times(costs: StageCosts, plan: GenerationPlan) -> list[float]:
     """Return the seconds of all stages and links."""
     stages: list[Any] = list(zip(plan.stages, costs.layer, costs.fixed, strict=True))
@@ -240,11 +198,3 @@ def _times(costs: StageCosts, plan: GenerationPlan) -> list[float]:
         *(sum(layer[bits] for bits in stage.bits) + fixed for stage, layer, fixed in stages),
         *costs.link,
     ]
-
-
-def _check(what: str, numbers: Any) -> None:
-    for number in numbers:
-        if not (math.isfinite(number) and number >= 0):
-            raise ConfigError(
-                f"Among the {what} there is {number}: must be finite, and at least 0."
-            )

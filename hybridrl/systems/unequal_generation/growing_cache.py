@@ -14,10 +14,8 @@ _MIN_ROOM = 64
 
 
 class GrowingCache(Cache):
-    """A KV cache of `layers` layers for `rows` samples; prompts may pass some samples at a time.
-
-    The prompts may pass in pieces, some samples at a time: see `begin`.
-    """
+    """A KV cache of `layers` layers for `rows` samples. Prompts may pass in pieces, some samples at
+    a time: see `begin`."""
 
     def __init__(self, layers: int, rows: int) -> None:
         self.growing = [GrowingCacheLayer(rows) for _ in range(layers)]

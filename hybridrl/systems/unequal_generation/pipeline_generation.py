@@ -71,7 +71,7 @@ class PipelineGeneration:
             group.cache.begin(piece.start, piece.stop)
             states = self._taken((number, place))
             ids = group.prompt_ids(piece) if self._stage.is_first else None
-            found = self._stage(ids, states, *group.prefill_places(piece), group.cache)
+            found = self._stage(ids, states, *group.places(piece), group.cache)
             logits.append(found)
             if not self._links.is_last:
                 self._links.send_states(number, found)
@@ -93,7 +93,7 @@ class PipelineGeneration:
             self._expect_token(self._after(number))
         states = self._taken((number, -1))
         ids = group.last[:, None] if self._stage.is_first else None
-        found = self._stage(ids, states, *group.decode_places(), group.cache)
+        found = self._stage(ids, states, *group.places(), group.cache)
         if not self._links.is_last:
             self._links.send_states(number, found)
         self._end_pass(number, group, found)

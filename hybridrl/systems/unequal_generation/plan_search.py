@@ -19,7 +19,6 @@ from hybridrl.system.formatting import format_bytes
 from hybridrl.systems.unequal_generation.generation_plan import GenerationPlan
 from hybridrl.systems.unequal_generation.generation_problem import (
     GenerationProblem,
-    check_generation_problem,
     predict_generation_time,
     sum_indicators,
 )
@@ -48,9 +47,15 @@ def search_generation_plan(
         gap: Share of the time by which a plan may be worse than the best one.
 
     Raises:
-        ConfigError: if there is none: what is lacking.
+        ConfigError: if there is none: what is lacking; for indicators that are no numbers.
     """
-    check_generation_problem(problem)
+    for layer, indicators in enumerate(problem.indicators):
+        for nats in indicators.values():
+            if not 0 <= nats < np.inf:  # of a model whose numbers overflow
+                raise ConfigError(
+                    f"Among the indicators of layer {layer} there is {nats}: must be finite, and "
+                    "at least 0."
+                )
     if len(problem.devices) > _MAX_DEVICES:
         raise ConfigError(
             f"Generation is planned over up to {_MAX_DEVICES} devices, and there are "
