@@ -32,6 +32,7 @@ from weight_transitions import (
     Parameter,
     Transition,
     VanillaMesh,
+    count_received,
     gather_all,
     nested,
     vanilla,
@@ -112,7 +113,7 @@ class Change:
         if transition.gathered is not transition.generation:
             self._new = tensors(transition.generation, rank)
             self._keep = CollectiveReshard(transition.keep(), torch.float32, CPU)
-        self.received = transition.gather().received()[rank] * 4
+        self.received = count_received(transition.gather())[rank] * 4
 
     def __call__(self) -> None:
         self._gather(self._old.__getitem__, make_tensor_sink(self._gathered))

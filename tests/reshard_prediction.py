@@ -2,6 +2,8 @@
 
 from collections import defaultdict
 
+from weight_transitions import count_received, count_sent
+
 from hybridrl.layout.boxes import box_numel
 from hybridrl.layout.tensor_layout import TransferTraffic, copy_moves
 from hybridrl.system.device_traits import default_bucket_bytes
@@ -39,7 +41,7 @@ def count(plan, dtype, bucket_bytes):
     copied = defaultdict(int)
     for move in plan.copies:
         copied[move.sender] += box_numel(move.box)
-    received, sent, size = plan.received(), plan.sent(), dtype.itemsize
+    received, sent, size = count_received(plan), count_sent(plan), dtype.itemsize
     return {
         rank: TransferTraffic(
             received[rank] * size,

@@ -18,6 +18,7 @@ cut, which is all that a simulation, a planner or a benchmark needs.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +28,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.layout.boxes import (
     Box,
     Piece,
+    box_numel,
     chunk_range,
     flat_range_boxes,
     full_box,
@@ -40,6 +42,22 @@ from hybridrl.layout.tensor_layout import (
     compute_redundant_elements,
 )
 from hybridrl.layout.transfer_planner import plan_transfer
+
+
+def count_received(plan: TransferPlan) -> Counter[int]:
+    """Return the number of elements that each rank receives from others."""
+    found: Counter[int] = Counter()
+    for move in plan.moves:
+        found.update(dict.fromkeys(move.receivers, box_numel(move.box)))
+    return found
+
+
+def count_sent(plan: TransferPlan) -> Counter[int]:
+    """Return the number of elements that each rank sends to others."""
+    found: Counter[int] = Counter()
+    for move in plan.moves:
+        found[move.sender] += box_numel(move.box) * len(move.receivers)
+    return found
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ layouts, executed by another transport. All sizes are in elements.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -111,22 +111,6 @@ class TransferPlan:
 
     moves: tuple[TensorMove, ...]
     copies: tuple[TensorMove, ...]
-
-    def received(self) -> Counter[int]:
-        """Return the number of elements that each rank receives from others."""
-        found: Counter[int] = Counter()
-        for move in self.moves:
-            size = box_numel(move.box)
-            for rank in move.receivers:
-                found[rank] += size
-        return found
-
-    def sent(self) -> Counter[int]:
-        """Return the number of elements that each rank sends to others."""
-        found: Counter[int] = Counter()
-        for move in self.moves:
-            found[move.sender] += box_numel(move.box) * len(move.receivers)
-        return found
 
     def of(self, rank: int) -> TransferPlan:
         """Return the moves and copies that one rank takes part in."""

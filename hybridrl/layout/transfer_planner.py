@@ -147,7 +147,7 @@ class _TransferPlanner:
                 for sender, low, high in self._shares(job):
                     source = self._source_place(name, job, sender, places)
                     for need, receivers in self._between(job, low, high):
-                        if self._is_wanted(sender, receivers):
+                        if self._rank in (None, sender) or self._rank in receivers:
                             target = self._target_place(name, need, places)
                             moves.append(TensorMove(name, box, sender, receivers, source, target))
                 for need in job.needs:
@@ -187,7 +187,8 @@ class _TransferPlanner:
         holders = sorted(cell.holders, key=lambda rank: (self._class_of.get(rank, last), rank))
         sources = {}
         for rank in holders:
-            index = next(i for i, piece in enumerate(held[rank]) if _is_inside(cell.box, piece.box))
+            inside = (intersect_boxes(cell.box, piece.box) == cell.box for piece in held[rank])
+            index = next(number for number, is_inside in enumerate(inside) if is_inside)
             sources[rank] = (index, held[rank][index].at(cell.box).start)
         places: dict[Place, list[tuple[int, int]]] = {}
         for number, index, piece in needed:
@@ -256,9 +257,6 @@ class _TransferPlanner:
                 self._slices[key] = need.receivers[start:stop]
             yield need, self._slices[key]
 
-    def _is_wanted(self, sender: int, receivers: tuple[int, ...]) -> bool:
-        return self._rank is None or sender == self._rank or self._rank in receivers
-
     def _source_place(
         self, name: str, job: _CellTransfer, rank: int, places: dict[Place, Place]
     ) -> Place:
@@ -304,11 +302,6 @@ def _group_ranks_by_need(target: TensorLayout) -> list[_RankClass]:
     return [
         _RankClass(tuple(alike), here) for alike, here in zip(ranks.values(), pieces, strict=True)
     ]
-
-
-def _is_inside(box: Box, outer: Box) -> bool:
-    pairs = zip(box, outer, strict=True)
-    return all(first <= low and high <= last for (low, high), (first, last) in pairs)
 
 
 class TensorCell(NamedTuple):

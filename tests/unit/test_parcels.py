@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layout_cases import empty_tensors, full_tensors, layout_pairs, numbered
 from reshard_prediction import count, max_load, reshard_in_process
+from weight_transitions import count_received
 
 from hybridrl.errors import ConfigError, LayoutError
 from hybridrl.layout.box_table import slice_at
@@ -135,7 +136,7 @@ def test_parts_end_with_rows_where_there_is_room():
 def test_all_ranks_work_in_nearly_every_round():
     """Eight ranks gather a large tensor; no order of rounds needs fewer than `ideal`."""
     found = plan_transfer(row_shards(8, rows=8 * 64), whole_copies(8, rows=8 * 64))
-    ideal = found.received()[0] / 100
+    ideal = count_received(found)[0] / 100
     most = max_load(compute_rank_loads(group_into_streams(found.moves)).values())
     assert schedule(most, 100).rounds <= 1.25 * ideal
 
@@ -184,7 +185,7 @@ def test_in_one_process(pair, extra):
         bucket_bytes,
     )
     assert_complete(pair[1], values, empty)
-    assert sum(each.received for each in traffic.values()) == 4 * found.received().total()
+    assert sum(each.received for each in traffic.values()) == 4 * count_received(found).total()
     copied = sum(box_numel(move.box) for move in found.copies)
     assert sum(each.copied for each in traffic.values()) == 4 * copied
 
@@ -218,7 +219,7 @@ def test_between_groups_in_any_order(pair, parcel_bytes, chance):
         receiver = ParcelReceiver(own, rank, FLOAT, manifests, parcel_bytes)
         mine = [each for each in parcels if (each.sender, each.number) in receiver.wanted]
         traffic = receiver.take(make_tensor_sink(tensors), mine)
-        assert traffic.received == 4 * own.received()[rank]
+        assert traffic.received == 4 * count_received(own)[rank]
         assert traffic.received == sum(parcel.data.nbytes for parcel in mine)
     assert_complete(pair[1], values, empty)
 
