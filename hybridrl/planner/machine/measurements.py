@@ -17,7 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hybridrl.config.schema import CacheConfig
 from hybridrl.system.cluster_spec import ClusterSpec
+from hybridrl.system.content_cache import find_cache_folder
 from hybridrl.system.cpu_cores import count_usable_cores
 from hybridrl.system.formatting import format_seconds
 
@@ -114,8 +116,7 @@ def other_machines(kind: str) -> Iterator[Measurement]:
 
 
 def _file() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache, "hybridrl", "measurements", f"{socket.gethostname()}.json")
+    return find_cache_folder(CacheConfig()) / "measurements" / f"{socket.gethostname()}.json"
 
 
 def _read(file: Path) -> list[Measurement]:

@@ -124,11 +124,6 @@ class ModelPart:
         return self.shape.layer - ParameterCounts(self.shape.quantized, 0)
 
     @property
-    def quantized_bytes(self) -> float:
-        """Return the bytes of the weights in NF4."""
-        return NF4_BYTES * self.shape.quantized * self.layers
-
-    @property
     def is_small(self) -> bool:
         """Return whether the part is gathered whole, with its gradients summed once per update."""
         return self.parameters.all * FLOAT32_BYTES < SMALL_MODEL_BYTES
@@ -154,20 +149,20 @@ class ModelPart:
         """Return the bytes that stay on the device between calls."""
         # The copy of what others hold, in the precision of computation.
         kept = self.shape.item * self.parameters.all if self.by_difference else 0
-        base: MemoryParts = {"base": self.quantized_bytes} if self.shape.quantized else {}
+        base: MemoryParts = {}
+        if self.shape.quantized:
+            base["base"] = NF4_BYTES * self.shape.quantized * self.layers
         if self.offload_parameters:
             return base | ({"gathered": kept} if kept else {})
-        held = self.parameter_bytes * self.parameters.all / self.shards
-        shards: MemoryParts = {"parameters": held + kept, **base}
+        shards: MemoryParts = {"parameters": self.shard_bytes + kept, **base}
         if self.trains and not self.offload_optimizer:
             shards["optimizer"] = 2 * self.moment * self.parameters.trained / self.shards
         return shards
 
     @property
-    def host_bytes_gathered(self) -> float:
-        """Return the bytes of shards that come from the host each time that all are gathered."""
-        held = self.parameter_bytes * self.parameters.all / self.shards
-        return held if self.offload_parameters else 0.0
+    def shard_bytes(self) -> float:
+        """Return the bytes of this device's shards of all parameters."""
+        return self.parameter_bytes * self.parameters.all / self.shards
 
     def hosted(self, between_calls: bool) -> MemoryParts:
         """Return the bytes that stay in the memory of the host.

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import le
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from hybridrl.planner.search.search_terms import CutOption
 from hybridrl.planner.step.step_calls import PlannedCall
@@ -28,16 +28,16 @@ class MemoryState(NamedTuple):
     memory: tuple[tuple[str, float, float, float, float, float], ...]
     chosen: tuple[CutOption, ...]
     process: float
-    offloads: bool = False
+    offloads: bool
 
     @classmethod
-    def of(cls, kinds: Iterable[str], process: float) -> MemoryState:
+    def of(cls, kinds: Iterable[str], process: float, offloads: bool) -> MemoryState:
         """Return the state without roles."""
         memory = tuple((kind, process, 0.0, process, 0.0, process) for kind in kinds)
-        return cls((), memory, (), process)
+        return cls((), memory, (), process, offloads)
 
     def with_option(
-        self, option: CutOption, seconds: Sequence[float], offloads: bool, apart: bool = False
+        self, option: CutOption, seconds: Sequence[float], apart: bool = False
     ) -> MemoryState:
         """Return the state with one more role.
 
@@ -59,7 +59,7 @@ class MemoryState(NamedTuple):
                 (kind, resident + taken.resident, max(most, works), built, loading, alone)
             )
         chosen = (*self.chosen, option)
-        return MemoryState(tuple(together), tuple(memory), chosen, self.process, offloads)
+        return self._replace(seconds=together, memory=tuple(memory), chosen=chosen)
 
     @property
     def numbers(self) -> tuple[float, ...]:
@@ -81,13 +81,7 @@ def prune_memory_states(
 ) -> list[MemoryState]:
     """Return the states that fit and that no other state dominates."""
     fitting = [state for state in states if state.full(room) <= 1]
-    kept: list[tuple[tuple[float, ...], MemoryState]] = []
-    for numbers, _, state in sorted(
-        (state.numbers, number, state) for number, state in enumerate(fitting)
-    ):  # whoever is better in everything comes first
-        if not any(all(map(le, known, numbers)) for known, _ in kept):
-            kept.append((numbers, state))
-    return [state for _, state in kept]
+    return _keep_undominated(fitting, lambda state: state.numbers)
 
 
 def sum_by_flow_stage(calls: Sequence[PlannedCall], seconds: Sequence[float]) -> list[float]:
@@ -110,8 +104,19 @@ def prune_options(options: Sequence[CutOption]) -> list[CutOption]:
         taken = [(t.resident, t.loaded, t.awake, *t.working) for t in option.taken.values()]
         return (*option.seconds, *(number for one in taken for number in one))
 
-    kept: list[tuple[tuple[float, ...], CutOption]] = []
-    for found, _, option in sorted((numbers(o), n, o) for n, o in enumerate(options)):
-        if not any(all(map(le, known, found)) for known, _ in kept):
-            kept.append((found, option))
-    return [option for _, option in kept]
+    return _keep_undominated(options, numbers)
+
+
+_T = TypeVar("_T")
+
+
+def _keep_undominated(
+    several: Iterable[_T], numbers: Callable[[_T], tuple[float, ...]]
+) -> list[_T]:
+    """Return those that no other one is as good as in all of their numbers."""
+    kept: list[tuple[tuple[float, ...], _T]] = []
+    # Whoever is better in everything comes first.
+    for own, _, one in sorted((numbers(one), n, one) for n, one in enumerate(several)):
+        if not any(all(map(le, known, own)) for known, _ in kept):
+            kept.append((own, one))
+    return [one for _, one in kept]

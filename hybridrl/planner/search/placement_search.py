@@ -286,11 +286,10 @@ class _Search:
             per_role = [self._options_of(variant, shape, role, devices) for role in roles]
             process = self.costs.process(shape, (*shape.everywhere, *roles))
             room = self.costs.capacities(devices)
-            offloads = self.costs.offloads(variant)
             calls = self.costs.calls(shape)
-            start = MemoryState.of(room, process)
+            start = MemoryState.of(room, process, self.costs.offloads(variant))
             for option in base:
-                start = start.with_option(option, (), offloads)
+                start = start.with_option(option, ())
             states = [start]
             for role, options in zip(roles, per_role, strict=True):
                 own = [call for call in calls if call.role == role]
@@ -298,9 +297,9 @@ class _Search:
                     [
                         # Of roles that share all of their devices with the same others, only what
                         # they take together in each stage of the flow counts.
-                        state.with_option(option, sum_by_flow_stage(own, option.seconds), offloads)
+                        state.with_option(option, sum_by_flow_stage(own, option.seconds))
                         if not base
-                        else state.with_option(option, option.seconds, offloads, apart=True)
+                        else state.with_option(option, option.seconds, apart=True)
                         for state in states
                         for option in options
                     ],
@@ -308,7 +307,7 @@ class _Search:
                 )
             leanest = start
             for options in per_role:
-                leanest = leanest.with_option(min(options, key=compute_peak_bytes), (), offloads)
+                leanest = leanest.with_option(min(options, key=compute_peak_bytes), ())
             found = [state.chosen[len(base) :] for state in states]
             self._fronts[key] = found, leanest.full(room)
         return self._fronts[key]

@@ -8,8 +8,6 @@ from itertools import combinations, pairwise, permutations
 
 _MAX_DEVICE_PARTS = 16
 """Devices are dealt out in about so many parts, or one by one where there are fewer."""
-MAX_TP = 8
-"""Beyond a node's links tensor parallelism is slower than anything else here."""
 MAX_PP = 8
 
 

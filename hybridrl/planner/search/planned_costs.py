@@ -19,7 +19,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.layout.training_mesh import check_parallel_sizes, model_parallel_size
 from hybridrl.placement import ACTOR_ROLE, GENERATOR_ROLE, Placement, RolePlace, RoleRequirements
 from hybridrl.planner.computation_dtype import resolve_dtype
-from hybridrl.planner.fitting_settings import search_variants
+from hybridrl.planner.fitting_settings import LARGEST_TP, search_variants
 from hybridrl.planner.job_roles import JobRoles, read_model_config
 from hybridrl.planner.machine.device_rates import DeviceRates
 from hybridrl.planner.memory.device_memory import (
@@ -30,7 +30,7 @@ from hybridrl.planner.memory.device_memory import (
     estimate_role_memory,
     find_generator_shortage,
 )
-from hybridrl.planner.search.placement_space import MAX_PP, MAX_TP, PlacementShape, powers_of_two
+from hybridrl.planner.search.placement_space import MAX_PP, PlacementShape, powers_of_two
 from hybridrl.planner.search.search_terms import (
     CutOption,
     FoundPlacement,
@@ -244,12 +244,12 @@ class PlannedSearchCosts:
         a tensor-parallel group stays inside a node."""
         place = self._place_of(role)
         number = sum(runs)
+        rollout = self.config.rollout
+        rollout_tps = self._tps(runs, rollout.parallel.tp, rollout.engine == "vllm")
         if role == GENERATOR_ROLE:
-            asked = self.config.rollout.parallel.tp
-            tps = self._tps(runs, asked, self._may_cut_generation())
             return [
                 ModelCut(parallel)
-                for tp in tps
+                for tp in rollout_tps
                 if self._allowed(role, parallel := replace(place.parallel, tp=tp), number, 1)
             ]
         parallel = replace(place.parallel, dp=None)
@@ -264,12 +264,9 @@ class PlannedSearchCosts:
                 cut = replace(parallel, tp=tp, pp=pp)
                 if number % model_parallel_size(cut):
                     continue
-                rollouts = [0]
-                if generates:
-                    rollout = self.config.rollout.parallel
-                    rollouts = self._tps(runs, rollout.tp, self._may_cut_generation())
+                rollouts = rollout_tps if generates else [0]
                 for rollout_tp, shards in product(rollouts, self._shards(cut, runs, may_cut)):
-                    ranks = max(1, rollout_tp * self.config.rollout.parallel.pp)
+                    ranks = max(1, rollout_tp * rollout.parallel.pp)
                     whole = replace(cut, shards=shards)
                     if self._allowed(role, whole, number, ranks if rollout_tp else 1):
                         found.append(ModelCut(whole, rollout_tp))
@@ -293,15 +290,12 @@ class PlannedSearchCosts:
         """List the sizes of tensor-parallel groups that lie inside nodes."""
         if asked > 1 or not free:
             return [asked]
-        return [tp for tp in powers_of_two(MAX_TP) if all(run % tp == 0 for run in runs)]
+        return [tp for tp in powers_of_two(LARGEST_TP) if all(run % tp == 0 for run in runs)]
 
     def _may_cut(self, role: str) -> bool:
         adapts = self.placed[role].trains and self.config.actor.lora.rank
         own = (self.config.models.get(role) or {}).get("parallel")
         return self._has_model(role) and not adapts and own is None
-
-    def _may_cut_generation(self) -> bool:
-        return self.config.rollout.engine == "vllm"
 
     def _allowed(self, role: str, parallel: ParallelConfig, number: int, ranks: int) -> bool:
         """Return whether the sizes fit each other and the model."""

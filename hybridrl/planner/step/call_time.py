@@ -267,7 +267,7 @@ class CallTimeEstimator:
             compute += sums * self._tensor_sum(states, tp, batch.count * part.layers)
         if not self.planner.cluster.is_cuda:
             return compute + moved
-        brought = rounds * part.host_bytes_gathered / self.rates.host_link
+        brought = part.offload_parameters * rounds * part.shard_bytes / self.rates.host_link
         return max(compute, moved + coding, brought)
 
     def _tensor_sum(self, size: float, tp: int, times: float) -> float:

@@ -101,7 +101,9 @@ def choose_gradient_sums(
     if setting == "auto":
         ways = [way for name, way in found.items() if name != "bfloat16"]
         return choose_methods(buckets, ways, overlap)
-    name = {"two_level_int4": _two_level(found)}.get(setting, setting)
+    name = setting
+    if setting == "two_level_int4":  # what it means on these nodes
+        name = next(name for name in ("int8+int4", "int4", "int8") if name in found)
     same = [found[name]] * len(buckets)
     full = [found[FULL_REDUCTION]] * len(buckets)
     return ReductionChoice(
@@ -118,11 +120,6 @@ def list_unit_sizes(part: ModelPart) -> list[int]:
     if part.is_small:
         return [part.parameters.trained]
     return [part.shape.layer.trained] * part.layers + [part.around.trained]
-
-
-def _two_level(found: dict[str, MethodCost]) -> str:
-    """Return the name of the way that `two_level_int4` means on these nodes."""
-    return next(name for name in ("int8+int4", "int4", "int8") if name in found)
 
 
 def _linear(seconds: float) -> CostCurve:

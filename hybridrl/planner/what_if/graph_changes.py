@@ -10,9 +10,6 @@ from hybridrl.planner.what_if.recorded_graph import DRIVER_ROLE, OTHER_PHASE
 
 OWN = "own"
 """In place of devices: as many as before, which nobody else has."""
-_RESPONSE_SHARES = {"generate": 1.0}
-"""By phase, the part of its seconds that grows with the length of responses: all of a generation's.
-Of the other phases those of the tokens of responses, if it is known how many these are."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +132,7 @@ def scale_responses(graph: WorkGraph, times: float, share: float = 0.5) -> WorkG
         share: Of the tokens of samples, those of responses as they were; what trains and scores
             works on all tokens, what generates makes responses.
     """
-    parts = {"score": share, "train": share, **_RESPONSE_SHARES}
+    parts = {"generate": 1.0, "score": share, "train": share}
 
     def longer(node: WorkNode) -> WorkNode:
         part = parts.get(node.phase, 0.0)

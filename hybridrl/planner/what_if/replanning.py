@@ -82,7 +82,10 @@ def _otherwise(
     if are_others:
         cluster = resize_cluster(cluster, number)
         config = replace(config, num_devices=number)
-    if are_others or any(_places_roles(name) for name, _ in settings):
+    # Settings of where roles live, or of how they are cut.
+    if are_others or any(
+        name.startswith("placement.") or ".parallel." in name for name, _ in settings
+    ):
         _check_free(config, are_others)
         placement = resolve_placement(config, cluster)
         if placement.is_separated != run.placement.is_separated:
@@ -93,11 +96,6 @@ def _otherwise(
             )
     with materialize_named_models(config) as described:
         return placement, _times(run, described, cluster, placement).phases
-
-
-def _places_roles(setting: str) -> bool:
-    """Return whether a setting determines where roles live, or how they are cut."""
-    return setting.startswith("placement.") or ".parallel." in setting
 
 
 def _check_free(config: Config, are_others: bool) -> None:
