@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
-import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from hybridrl.system.content_cache import (
     ContentCache,
     find_cache_folder,
     list_segments,
+    remove_oldest,
 )
 from hybridrl.system.row_folders import KIND, list_row_folders, remove_unused_folders
 from hybridrl.system.storage import explain_write_errors
@@ -70,12 +70,5 @@ def _prune(folder: Path, max_bytes: float) -> None:
     remove_unused_folders(folder)
     oldest = [(stat.st_mtime_ns, path, stat.st_size) for path, stat in list_segments(folder)]
     oldest += [(one.opened, one.path, one.size) for one in list_row_folders(folder)]
-    total = sum(size for *_, size in oldest)
-    for _, path, size in sorted(oldest, key=lambda one: (one[0], one[1].name)):
-        if not total > max_bytes:
-            return
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-        total -= size
+    oldest.sort(key=lambda one: (one[0], one[1].name))
+    remove_oldest([(path, size) for _, path, size in oldest], max_bytes)

@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 
+from hybridrl.commands.output import fill_template
 from hybridrl.errors import ConfigError
 
 _SHELLS = ("bash", "zsh", "fish")
@@ -175,7 +176,7 @@ def _render_bash_script(parser: argparse.ArgumentParser) -> str:
         f'        {group}) COMPREPLY=($(compgen -W "{" ".join(names)}" -- "$current")); return 0 ;;'
         for group, names in presets.items()
     ]
-    replaced = {
+    words = {
         "PRESETS": " ".join(preset_words()),
         "VALUES": "\n".join(values),
         "SETTINGS": " ".join(list_setting_completions()),
@@ -183,10 +184,7 @@ def _render_bash_script(parser: argparse.ArgumentParser) -> str:
         "WORDS": "\n".join(cases),
         "MAIN": _MAIN_OPTIONS,
     }
-    script = _BASH_TEMPLATE
-    for name, text in replaced.items():
-        script = script.replace(f"@{name}@", text)
-    return script
+    return fill_template(_BASH_TEMPLATE, words)
 
 
 def _render_fish_script(parser: argparse.ArgumentParser) -> str:

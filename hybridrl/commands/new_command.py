@@ -10,7 +10,7 @@ import sys
 from importlib import resources
 from pathlib import Path
 
-from hybridrl.commands.output import print_for_people
+from hybridrl.commands.output import fill_template, print_for_people
 from hybridrl.errors import ConfigError, StorageError
 from hybridrl.system.storage import format_write_error
 
@@ -60,7 +60,7 @@ def run(chosen: argparse.Namespace) -> int:
         "DRIVER_ROW": _DRIVER_README_ROW if chosen.driver else "",
     }
     texts = {
-        template.name.removesuffix(_TEMPLATE_SUFFIX): _fill_template(
+        template.name.removesuffix(_TEMPLATE_SUFFIX): fill_template(
             template.read_text(encoding="utf-8"), words
         )
         for template in TEMPLATE_FOLDER.iterdir()
@@ -78,10 +78,3 @@ def run(chosen: argparse.Namespace) -> int:
         f"{folder}: {', '.join(sorted(texts))}",
         f"next: cd {shlex.quote(str(folder))} && make test && make train",
     )
-
-
-def _fill_template(template: str, words: dict[str, str]) -> str:
-    """Replace the `@NAME@` placeholders of a template."""
-    for key, word in words.items():
-        template = template.replace(f"@{key}@", word)
-    return template

@@ -32,6 +32,13 @@ def print_json(found: Mapping[str, Any] | Sequence[Any]) -> int:
     return 0
 
 
+def fill_template(template: str, words: Mapping[str, str]) -> str:
+    """Replace the `@NAME@` placeholders of a template."""
+    for name, word in words.items():
+        template = template.replace(f"@{name}@", word)
+    return template
+
+
 def print_plan(chosen: argparse.Namespace, plan: str, *what: Any) -> None:
     """Write the text of a plan to `--out`, and print it: as it is with `--json`, else as tables and
     sentences.

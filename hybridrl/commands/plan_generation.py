@@ -20,8 +20,7 @@ from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
 from hybridrl.job.config_resolution import load_config
 from hybridrl.job.job_inputs import load_job_rows
-from hybridrl.models.model_loading import load_model, load_tokenizer
-from hybridrl.models.model_loading import load_model_config as load_model_config
+from hybridrl.models.model_loading import load_model, load_model_config, load_tokenizer
 from hybridrl.planner.computation_dtype import detect_device_kind, resolve_dtype
 from hybridrl.planner.machine.device_catalog import add_device_memory
 from hybridrl.system.formatting import format_bytes, format_seconds

@@ -14,6 +14,7 @@ from rich.table import Table
 from hybridrl.checks.check_list import check
 from hybridrl.checks.machine.device_checks import devices_here
 from hybridrl.commands.output import print_plan
+from hybridrl.commands.plan_options import parse_lengths
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
 from hybridrl.job.config_resolution import load_config
@@ -24,9 +25,7 @@ from hybridrl.planner.step.step_calls import compute_step_sizes
 from hybridrl.system.cpu_cores import count_usable_cores
 from hybridrl.system.formatting import format_seconds
 from hybridrl.systems.low_bits.precision_checks import resolve_precision_use
-from hybridrl.systems.low_bits.precision_plan import (
-    PrecisionPlan,
-)
+from hybridrl.systems.low_bits.precision_plan import PrecisionPlan
 from hybridrl.systems.low_bits.precision_planning import PROBE_TOKENS, make_plan
 from hybridrl.systems.unequal_devices import load_unequal_devices
 from hybridrl.trainers import load_trainer
@@ -42,8 +41,6 @@ def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
     Raises:
         ConfigError: for what is wrong with settings, devices or the model.
     """
-    from hybridrl.commands.plan_options import parse_lengths
-
     config = load_config(overrides)
     check(config)
     role = chosen.role or ACTOR_ROLE

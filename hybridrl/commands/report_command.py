@@ -6,8 +6,7 @@ import argparse
 import webbrowser
 from pathlib import Path
 
-from rich.console import Console
-
+from hybridrl.commands.output import print_for_people
 from hybridrl.errors import ConfigError
 from hybridrl.run_files.run_reader import open_run
 from hybridrl.run_files.summary import REPORT
@@ -45,7 +44,7 @@ def run(chosen: argparse.Namespace) -> int:
     from hybridrl.report.report_content import write_report
 
     file, size = write_report(shown, against, out)
-    Console().print(f"{file} ({format_bytes(size)})", highlight=False, soft_wrap=True)
+    print_for_people(f"{file} ({format_bytes(size)})")
     if chosen.open:
         webbrowser.open(file.absolute().as_uri())
     return 0

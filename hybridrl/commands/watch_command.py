@@ -12,8 +12,7 @@ import webbrowser
 from collections.abc import Iterator
 from pathlib import Path
 
-from rich.console import Console
-
+from hybridrl.commands.output import print_for_people
 from hybridrl.errors import ConfigError
 from hybridrl.run_files.run_reader import check_runs
 
@@ -48,19 +47,16 @@ def run(chosen: argparse.Namespace) -> int:
     site = ReportSite(folder)
     token = _read_or_make_token(Path(chosen.token_file).expanduser()) if chosen.token_file else ""
     with ReportServer(site, chosen.port, token) as server:
-        console = Console()
-        console.print(server.url, highlight=False, soft_wrap=True)
-        console.print(
+        print_for_people(
+            server.url,
             f"Ctrl-C ends it. From another machine: ssh -L {server.server_port}:{LOOPBACK_HOST}:"
             f"{server.server_port} and this one's name, then the same address there.",
-            highlight=False,
-            soft_wrap=True,
         )
         try:
             with _open_in_browser(server.url) if chosen.open else contextlib.nullcontext():
                 server.serve_forever()
         except KeyboardInterrupt:
-            console.print()
+            print_for_people("")
     return 0
 
 

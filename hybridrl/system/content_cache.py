@@ -30,7 +30,7 @@ from typing import Any
 
 from hybridrl.config.schema import CacheConfig
 from hybridrl.errors import ConfigError
-from hybridrl.system.locations import is_url
+from hybridrl.system.locations import is_url, remove_location
 from hybridrl.system.storage import format_write_error
 
 _HEADER = struct.Struct("<8s32s16sQ")  # mark, key, checksum, bytes of the value
@@ -158,15 +158,18 @@ def list_segments(folder: Path) -> list[tuple[Path, os.stat_result]]:
     return found
 
 
-def prune_segments(folder: Path, max_bytes: float) -> None:
-    """Remove the oldest segments until the others take at most `max_bytes`."""
-    segments = list_segments(folder)
-    total = sum(stat.st_size for _, stat in segments)
-    for path, stat in segments:
+def remove_oldest(entries: Sequence[tuple[Path, int]], max_bytes: float) -> None:
+    """Remove files and folders until the others take at most `max_bytes`.
+
+    Args:
+        entries: With their sizes, the oldest first.
+    """
+    total = sum(size for _, size in entries)
+    for path, size in entries:
         if not total > max_bytes:
             return
-        path.unlink(missing_ok=True)
-        total -= stat.st_size
+        remove_location(path)
+        total -= size
 
 
 class ContentCache:
@@ -280,7 +283,8 @@ class ContentCache:
             rest = memoryview(content)
             while rest:
                 rest = rest[file.write(rest) :]
-        prune_segments(self._root, self._max_bytes)
+        segments = [(path, stat.st_size) for path, stat in list_segments(self._root)]
+        remove_oldest(segments, self._max_bytes)
 
 
 def open_cache(config: CacheConfig | None, kind: str) -> ContentCache | None:

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybridrl.models.model_loading import load_model
-from hybridrl.models.model_loading import load_model_config as load_model_config
+from hybridrl.models.model_loading import load_model, load_model_config
 from hybridrl.quantization.low_bit_linear import find_decoder_layers
 from hybridrl.quantization.output_kl import measure_sensitivity, token_kl
 from hybridrl.systems.low_bits.bit_allocation import DeviceWorkload, LayerCost, allocate_bits
