@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice, product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hybridrl.checks.machine.placement_checks import resolve_placement
 from hybridrl.config.changed import Setting, apply_changes
@@ -19,6 +19,7 @@ from hybridrl.errors import ConfigError, NotPlannedError
 from hybridrl.models.activation_checkpointing import KEPT_OPERATIONS
 from hybridrl.placement import ACTOR_ROLE
 from hybridrl.planner.computation_dtype import resolve_dtype
+from hybridrl.planner.job_plan import JobPlan, build_job_plan
 from hybridrl.planner.machine.cluster_rates import apply_vendor_rates
 from hybridrl.planner.machine.device_rates import DeviceRates
 from hybridrl.planner.step.step_calls import SampleLengths
@@ -26,9 +27,6 @@ from hybridrl.system.cluster_spec import ClusterSpec
 from hybridrl.system.cpu_cores import count_usable_cores
 from hybridrl.system.formatting import format_gib
 from hybridrl.trainers.role_spec import RoleSpec
-
-if TYPE_CHECKING:
-    from hybridrl.planner.job_plan import JobPlan
 
 TOKENS, CHECKPOINTING = "actor.tokens_per_microbatch", "actor.gradient_checkpointing"
 MOST_TOKENS = {"cpu": 16384, "cuda": 32768}
@@ -96,8 +94,6 @@ class _OpenJob:
         self, settings: Iterable[Setting], rates: Sequence[DeviceRates] | None = None
     ) -> JobPlan:
         """Plan the job with these settings; raises a ConfigError where there is no such job."""
-        from hybridrl.planner.job_plan import build_job_plan
-
         config = apply_changes(self.config, settings)
         placement = resolve_placement(config, self.cluster, self.roles)
         return build_job_plan(config, self.cluster, placement, self.lengths, rates, self.roles)
