@@ -173,12 +173,10 @@ def measure_operators(
 def _measure(
     device: torch.device, world: int, dtype: str, pieces: Sequence[CalibrationCase]
 ) -> list[float]:
-    return [_seconds(piece, DTYPES[dtype], dtype, device, world) for piece in pieces]
+    return [_seconds(piece, dtype, device, world) for piece in pieces]
 
 
-def _seconds(
-    piece: CalibrationCase, kind: torch.dtype, dtype: str, device: torch.device, world: int
-) -> float:
+def _seconds(piece: CalibrationCase, dtype: str, device: torch.device, world: int) -> float:
     """Measure a piece of work; of one that has several layers return the seconds of one."""
     work, config = piece
     tokens, layers = int(work.tokens), 1
@@ -189,12 +187,12 @@ def _seconds(
     elif work.op == GATHER:
         once = _gather(torch.zeros(max(1, tokens // 4 // world), device=device), world)
     elif work.op in (HEAD, HEAD_TRAIN):
-        once = _head(work, kind, device)
+        once = _head(work, DTYPES[dtype], device)
     else:
         assert config is not None  # for it is a layer's
         layers = PROBED_LAYERS
         if work.op == DECODE:
-            once = _decode(config, work, kind, device)
+            once = _decode(config, work, DTYPES[dtype], device)
         else:
             body = build_layers(config, dtype, device)
             once = packed_run(body, device, tokens, int(work.length), work.op == TRAIN)

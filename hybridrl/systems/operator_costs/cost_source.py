@@ -24,7 +24,7 @@ def describe_table(cluster: ClusterSpec, dtype: str) -> dict[str, Any]:
     """Return what tells tables of this machine apart.
 
     Args:
-        cluster: The devices, by the names that `device_catalog.present` gives them.
+        cluster: The devices, by the names that `device_catalog.add_device_memory` gives them.
         dtype: Name of the precision of computation.
     """
     return {**describe_devices(cluster), "model": cluster.devices[0].model, "dtype": dtype}
