@@ -92,7 +92,7 @@ def test_nothing_by_hand_is_quicker(model, quickest, overrides):
 
 
 def test_what_is_set_by_hand_stays(model):
-    found = proposals(model, "4xL4", "actor.parallel.tp=2", "rollout.parallel.tp=2")
+    found = proposals(model, "2xL4", "actor.parallel.tp=2", "rollout.parallel.tp=2")
     for one in found.best:
         assert one.placement.roles["actor"].parallel.tp == 2
         assert not {"rollout.parallel.tp", "actor.parallel.tp"} & dict(one.settings).keys()
