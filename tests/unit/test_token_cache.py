@@ -42,9 +42,7 @@ from hybridrl.system.content_cache import ContentCache
 
 WITH_PROCESSES = (
     "test_processes_make_the_same_rows",
-    "test_rows_with_tests_are_read_in_one_table",
     "test_what_ends_a_process_is_told",
-    "test_a_bad_row_is_named_and_all_are_counted",
 )
 KINDS = ("prompts", "examples", "pairs")
 TEMPLATE = (
@@ -524,6 +522,7 @@ def kill(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.more
 def test_what_ends_a_process_is_told(load, monkeypatch, tmp_path):
     config = settings_of("prompts", tmp_path)
     monkeypatch.setattr(datasets, "tokenize_prompts", kill)
