@@ -60,6 +60,7 @@ def test_a_plan_and_a_search_give_one_answer_for_one_placement(busy, capsys):
     assert any("measured just now" in reason for reason in found["reasons"])
 
 
+@pytest.mark.more
 def test_what_was_measured_long_ago_is_measured_anew(busy, capsys, monkeypatch):
     before = printed(capsys)["time"]
     day = time.time() + 86400.0

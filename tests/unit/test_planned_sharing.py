@@ -121,10 +121,12 @@ def test_updates_are_planned_to_be_as_much_quicker_as_was_measured(folder, promp
     ("kept", "device", "dtype", "is_kept_twice"),
     [
         ("block", "cuda", "bfloat16", True),
-        ("selective", "cuda", "bfloat16", True),
-        ("none", "cuda", "bfloat16", False),  # results that were merged are no longer needed
+        pytest.param(*("selective", "cuda", "bfloat16", True), marks=pytest.mark.more),
+        # Results that were merged are no longer needed.
+        pytest.param(*("none", "cuda", "bfloat16", False), marks=pytest.mark.more),
         ("full", "cuda", "bfloat16", False),
-        ("block", "cuda", "float32", False),  # rectangles see the prompt and their own at once
+        # Rectangles see the prompt and their own at once.
+        pytest.param(*("block", "cuda", "float32", False), marks=pytest.mark.more),
         ("block", "cpu", "bfloat16", False),
     ],
 )

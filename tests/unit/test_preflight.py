@@ -172,6 +172,7 @@ def test_a_plan_refuses_what_a_start_refuses(capsys):
     assert "rollout.temperature" in said and "trainer.steps" in said
 
 
+@pytest.mark.more
 def test_a_plan_asks_for_no_folder_that_only_a_start_makes(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
