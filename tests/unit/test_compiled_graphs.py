@@ -81,8 +81,6 @@ def graphs_of(family, layers, kept, replays):
 
 def tier_of(case):
     """The marks of a case, each of which takes ten seconds."""
-    if case == ("qwen3_moe", "full", True):
-        return []
     return pytest.mark.more if case[0] == "qwen3_moe" else pytest.mark.long
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from hybridrl.models.flash_attention import FLASH_4
 
+pytestmark = pytest.mark.more
 REPOSITORY = Path(__file__).parents[2]
 ROOT = REPOSITORY / "hybridrl"
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
