@@ -102,6 +102,7 @@ def test_daemons_end_with_the_job(folder, end):
     assert left_in(folder / "reward", folder / "environment") == []
 
 
+@pytest.mark.more
 def test_a_function_that_holds_the_interpreter_is_stopped_with_what_it_started(folder):
     from hybridrl.rewards.reward_pool import RewardPool
 

@@ -9,6 +9,7 @@ import plain_torch
 import pytest
 import torch
 from plain_cases import ONLINE, OPTIMIZERS, WITHOUT_REFERENCE, make_folders, settings_of
+from tiers import few_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybridrl import cli, main
@@ -76,6 +77,7 @@ def test_a_job_is_what_plain_torch_makes_of_it(worked_out, program, options):
     assert found == pytest.approx(dict.fromkeys(found, 0.0), abs=CLOSE)
 
 
+@pytest.mark.more
 def test_an_export_has_the_weights_that_a_base_in_4_bits_was_trained_with(tmp_path, folders):
     """And its samples come from these, from the first step on."""
     settings = settings_of("grpo", ["KL in the loss"], folders)
@@ -96,7 +98,7 @@ def test_an_export_has_the_weights_that_a_base_in_4_bits_was_trained_with(tmp_pa
     assert len(found) == 3 and max(found) < 1e-9
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", few_of(OPTIMIZERS, ["muon in int8"]))
 @pytest.mark.parametrize("program", ["sft", pytest.param("grpo", marks=pytest.mark.more)])
 def test_optimizers_step_as_those_of_plain_torch(worked_out, program, optimizer):
     options = ["temperature", "two updates"]

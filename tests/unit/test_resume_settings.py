@@ -172,7 +172,10 @@ def test_checkpoints_that_are_elsewhere_are_found_by_the_run_and_know_its_settin
             "asynchronous=true. Set that",
         ),
         (["resume={run}", "algorithm=evaluate"], "trains nothing"),
-        (["resume={run}", "trainer.stepz=1"], "no setting `trainer.stepz`"),
+        pytest.param(
+            *(["resume={run}", "trainer.stepz=1"], "no setting `trainer.stepz`"),
+            marks=pytest.mark.more,
+        ),
     ],
 )
 def test_what_cannot_be_resumed_is_a_sentence(run, tmp_path, overrides, words):
