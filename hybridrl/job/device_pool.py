@@ -54,12 +54,11 @@ class DevicePool:
 
             return InlineExecutor(self._config.devices, self._run)
         from hybridrl.ray_backend.connection import ClusterConnection
-        from hybridrl.ray_backend.ray_executor import HostFiles, RayExecutor
+        from hybridrl.ray_backend.ray_executor import RayExecutor
 
         if self._ray is None:
             self._ray = ClusterConnection(self._config.ray.address)
-        seen = list_worker_paths(self._config, self._run)
-        files = HostFiles(self._run, seen, *folders_of_workers(self._config, self._run))
+        folders, written = folders_of_workers(self._config, self._run)
         made = RayExecutor(
             self._config.devices,
             self._number,
@@ -69,7 +68,10 @@ class DevicePool:
             heartbeat_s=self._config.controller.heartbeat_s,
             start_timeout_s=self._config.ray.start_timeout_s,
             preload=self._modules_of_workers(),
-            files=files,
+            run_directory=self._run,
+            paths=list_worker_paths(self._config, self._run),
+            folders=folders,
+            written=written,
         )
         self._cluster, self._cpus_per_host = made.cluster, made.cpus_per_host
         self._nodes = made.nodes

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from hybridrl.batch.batch import Batch
 from hybridrl.batch.call_record import CallRecord
@@ -65,22 +65,6 @@ MAX_DIRECT_HOSTS = 8
 through a relay, so that the driver's cost hardly grows with their number."""
 
 
-class HostFiles(NamedTuple):
-    """The files and folders that hosts use.
-
-    Attributes:
-        run: The folder of the run; None: there is none.
-        paths: Files that every node of a cluster has to see, by the setting that they come from.
-        folders: Folders and URLs that workers read, by setting.
-        written: The settings of those that they write to.
-    """
-
-    run: Path | None = None
-    paths: Mapping[str, Path] = {}
-    folders: Mapping[str, str] = {}
-    written: Collection[str] = ()
-
-
 class RayExecutor(Executor):
     """An executor with one actor per device of a Ray cluster: one that is joined already, or one
     that is started here and ended again.
@@ -95,7 +79,10 @@ class RayExecutor(Executor):
         start_timeout_s: Longest wait for the cluster to give the devices.
         cpus_per_host: None: the cores are shared out.
         preload: Modules that the hosts import at once, while the driver prepares.
-        files: What hosts read and write.
+        run_directory: The folder of the run; None: there is none.
+        paths: Files that every node of a cluster has to see, by the setting that they come from.
+        folders: Folders and URLs that workers read, by setting.
+        written: The settings of those that they write to.
 
     Raises:
         ConfigError: if the cluster has fewer devices, does not give them in time, or has nodes
@@ -120,11 +107,13 @@ class RayExecutor(Executor):
         start_timeout_s: float = 120.0,
         cpus_per_host: float | None = None,
         preload: Sequence[str] = (),
-        files: HostFiles | None = None,
+        run_directory: Path | None = None,
+        paths: Mapping[str, Path] | None = None,
+        folders: Mapping[str, str] | None = None,
+        written: Collection[str] = (),
     ) -> None:
         super().__init__()
-        run, paths, folders, written = files or HostFiles()
-        self.run_directory = run.absolute() if run else None
+        self.run_directory = run_directory.absolute() if run_directory else None
         self._timeout = timeout_s
         self._heartbeat = heartbeat_s
         for module in user_code.list_loaded_files():  # whose names mean nothing to workers
@@ -142,8 +131,9 @@ class RayExecutor(Executor):
             self.cpus_per_host = cpus
             self._bundles = ray_cluster.reserve_devices(kind, number, cpus, start_timeout_s)
             if self._connection.joined or len(self._nodes) > 1:
-                seen = {setting: str(path.absolute()) for setting, path in paths.items()}
-                ray_cluster.check_nodes(self._bundles, start_timeout_s, seen, folders, written)
+                seen = {setting: str(path.absolute()) for setting, path in (paths or {}).items()}
+                used = folders or {}, written
+                ray_cluster.check_nodes(self._bundles, start_timeout_s, seen, *used)
             self._start_hosts(kind, number, cpus, preload, start_timeout_s)
         except BaseException:
             self._connection.keep_logs()

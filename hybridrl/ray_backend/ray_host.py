@@ -120,9 +120,8 @@ class RayHost:
         returns one. Calls that run beside others come in the group `beside`."""
         (part, role, method, returns_batch, beside), body = split_header(message)
         host = self._lane if beside else self._host
-        rank = getattr(part, "rank", part[0] if isinstance(part, tuple) else 0)
         try:
-            with host.receiving(CallRecord(role, rank, method)):
+            with host.receiving(CallRecord(role, getattr(part, "rank", 0), method)):
                 request = deserialize_request(
                     body,
                     lambda n, columns, rows: RemoteResult(

@@ -104,13 +104,13 @@ def _until(condition, seconds=60):
 @pytest.fixture
 def start(ray):
     """Starts executors of two hosts."""
-    from hybridrl.ray_backend.ray_executor import HostFiles, RayExecutor
+    from hybridrl.ray_backend.ray_executor import RayExecutor
 
     started = []
 
     def start(timeout_s: float = 100.0, run_directory: Path | None = None):
         executor = RayExecutor(
-            "cpu", 2, cpus_per_host=0.5, timeout_s=timeout_s, files=HostFiles(run_directory)
+            "cpu", 2, cpus_per_host=0.5, timeout_s=timeout_s, run_directory=run_directory
         )
         started.append(executor)
         return executor

@@ -15,14 +15,14 @@ RANKS, MISSING, LIMIT = 3, 1, 8.0
 def meet(ray, tmp_path):
     """Has ranks meet in a way; the error, the words that name the missing one, and what the driver
     was told before."""
-    from hybridrl.ray_backend.ray_executor import HostFiles, RayExecutor
+    from hybridrl.ray_backend.ray_executor import RayExecutor
 
     said: list[str] = []
 
     def meet(way):
         executor = RayExecutor(
             *("cpu", RANKS), cpus_per_host=0.5, timeout_s=LIMIT, heartbeat_s=2.0,
-            files=HostFiles(tmp_path), preload=PRELOAD,
+            run_directory=tmp_path, preload=PRELOAD,
         )  # fmt: skip
         (tmp_path / "logs").mkdir()
         executor.notify = said.append
