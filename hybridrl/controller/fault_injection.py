@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from hybridrl.batch.call_record import CallRecord
+from hybridrl.controller.transfer_protocol import list_transfer_methods
 from hybridrl.errors import ConfigError, suggest_name
 
 FAULT_VARIABLE = "HYBRIDRL_FAULT"
@@ -56,8 +57,6 @@ class FaultInjector:
 
     def meet(self, record: CallRecord) -> None:
         """Count a call that begins, and trigger the faults planned for it."""
-        if not self._faults:
-            return
         name = record.role, record.method
         self._calls[name] += 1
         for fault in self._faults:
@@ -82,7 +81,7 @@ class FaultInjector:
                     f"{', '.join(workers)}.{suggest_name(fault.role, workers)}"
                 )
             kind, number = workers[fault.role]
-            methods = [n for n in dir(kind) if hasattr(getattr(kind, n), "__transfer__")]
+            methods = list_transfer_methods(kind)
             if fault.method not in ("__init__", *methods):
                 raise ConfigError(
                     f"{said}, which is no call of `{fault.role}`; there are __init__, "

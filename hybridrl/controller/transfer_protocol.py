@@ -85,8 +85,6 @@ DP = TransferProtocol(split=("dp",), balance="tokens")
 """Rows split over data-parallel ranks; one rank of each model-parallel group answers."""
 THREE_D = TransferProtocol(split=("dp",), speakers={"pp": -1}, balance="tokens")
 """Like `DP`, but the last pipeline stage answers, because it holds the outputs."""
-THREE_D_PP_ONLY = TransferProtocol(split=("pp",))
-"""Rows split over pipeline stages."""
 THREE_D_ALL_MICRO_DP = TransferProtocol(split=("rollout_dp",))
 """Rows split over all generation replicas of the hybrid engine."""
 UPDATE = TransferProtocol(split=("dp",), speakers={"pp": -1}, answers="one", balance="tokens")
@@ -241,6 +239,11 @@ def transfer(
         return method
 
     return mark
+
+
+def list_transfer_methods(worker_class: type) -> list[str]:
+    """Return the names of the methods that `transfer` has marked."""
+    return [n for n in dir(worker_class) if hasattr(getattr(worker_class, n), "__transfer__")]
 
 
 def _returns_batch(method: Callable[..., object]) -> bool:

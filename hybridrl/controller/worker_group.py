@@ -19,7 +19,11 @@ from hybridrl.controller.group_call import (
     RankAssignment,
 )
 from hybridrl.controller.table_expression import ResultTable
-from hybridrl.controller.transfer_protocol import MethodTransfer, TransferProtocol
+from hybridrl.controller.transfer_protocol import (
+    MethodTransfer,
+    TransferProtocol,
+    list_transfer_methods,
+)
 from hybridrl.controller.worker import Worker, WorkerContext
 from hybridrl.errors import ConfigError, DataError, suggest_name
 
@@ -119,11 +123,7 @@ class WorkerGroup:
         method."""
         spec = getattr(getattr(self.worker_class, name, None), "__transfer__", None)
         if spec is None:
-            known = [
-                known
-                for known in dir(self.worker_class)
-                if hasattr(getattr(self.worker_class, known), "__transfer__")
-            ]
+            known = list_transfer_methods(self.worker_class)
             raise AttributeError(
                 f"The group `{self.role}` has no method `{name}` that the driver may call; "
                 f"{self.worker_class.__name__} offers "

@@ -64,8 +64,7 @@ class WorkerHost:
     def __init__(self, *, raises: bool = False, redirects: bool = True) -> None:
         self._raises = raises
         self._redirects = redirects
-        faults = FaultInjector()
-        self._faults = faults if faults else None
+        self._faults = FaultInjector()
         self._workers: dict[str, Worker] = {}
         self._keywords: dict[str, Mapping[str, Any]] = {}
         self._transfers: dict[str, dict[str, MethodTransfer]] = {}
@@ -257,8 +256,7 @@ class WorkerHost:
         record.start = time.time()
         waited, on_gpu = read_wait_seconds(), count_gpu_operations()
         try:
-            if self._faults is not None:
-                self._faults.meet(record)
+            self._faults.meet(record)
             batch, value, info = function()
         except UpstreamError as error:
             return None, RankReply(record, failure=error.failure)

@@ -13,7 +13,6 @@ from hybridrl.controller import (
     ONE_TO_ALL,
     THREE_D,
     THREE_D_ALL_MICRO_DP,
-    THREE_D_PP_ONLY,
     UPDATE,
     InlineExecutor,
     TransferProtocol,
@@ -26,7 +25,6 @@ SPLITTING = {
     "DP": DP,
     "THREE_D": THREE_D,
     "THREE_D_ALL_MICRO_DP": THREE_D_ALL_MICRO_DP,
-    "THREE_D_PP_ONLY": THREE_D_PP_ONLY,
     "UPDATE": UPDATE,
 }
 
@@ -84,7 +82,7 @@ def test_the_last_pipeline_stage_answers():
 
 
 def test_rows_over_pipeline_stages():
-    found = spread(THREE_D_PP_ONLY, places(RankMesh({"dp": 2, "pp": 2})))
+    found = spread(TransferProtocol(split=("pp",)), places(RankMesh({"dp": 2, "pp": 2})))
     assert found == [((0, 2), True), ((1, 2), True), ((0, 2), False), ((1, 2), False)]
 
 
