@@ -7,6 +7,7 @@ environment gave.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import traceback
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hybridrl.batch.turn import Episode, Turn
+from hybridrl.errors import ConfigError
 from hybridrl.rollout import user_code_loop as tool_loop
 from hybridrl.rollout.episode_batch import EpisodeSample, build_episode_batch
 from hybridrl.rollout.rollout_engine import EngineOutput, Request, RequestQueue, RolloutEngine
@@ -29,12 +31,36 @@ from hybridrl.rollout.sample_generator import (
 )
 from hybridrl.rollout.transcript import TokenTranscript
 from hybridrl.rollout.user_code_loop import CoroutineResult, UserCodeLoop
+from hybridrl.system import user_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
 _OURS = (__file__, tool_loop.__file__)
+
+
+def load_episode_class(spec: str) -> Callable[[], Episode]:
+    """Import the class that `rollout.episode` names, which is built without arguments for each
+    sample.
+
+    Raises:
+        ConfigError: if it cannot be imported, or lacks `async def reset` or `async def step`.
+    """
+    found = user_code.load_user_code("rollout.episode", spec)
+    if not inspect.isclass(found):
+        raise ConfigError(
+            f"`rollout.episode` names `{spec}`, which is a {type(found).__name__}; it must be a "
+            "class."
+        )
+    for name in ("reset", "step"):
+        if not inspect.iscoroutinefunction(getattr(found, name, None)):
+            raise ConfigError(
+                f"`rollout.episode` names `{spec}`, which has no `async def {name}`. An episode "
+                "has `async def reset(self, row)` and `async def step(self, response_text, "
+                "response_ids)`; see hybridrl.Episode."
+            )
+    return found  # type: ignore[no-any-return]
 
 
 class EpisodeGenerator(SampleGenerator):

@@ -61,8 +61,7 @@ def build_rollout_engine(
     if config.episode is None and served is None:
         turns = SingleTurnGenerator if config.partial is None else PartialGenerator
         return turns(build_inference_engine(setup, config))
-    from hybridrl.rollout.episode_class import load_episode_class
-    from hybridrl.rollout.episode_generator import EpisodeGenerator
+    from hybridrl.rollout.episode_generator import EpisodeGenerator, load_episode_class
     from hybridrl.rollout.lockstep import LockstepFollower, LockstepRequests
 
     # First, because it is what may be wrong.

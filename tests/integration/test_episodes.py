@@ -19,8 +19,7 @@ from hybridrl.data.datasets import load_rows
 from hybridrl.data.tasks import calculator
 from hybridrl.errors import ConfigError, RolloutError
 from hybridrl.job.config_resolution import load_config
-from hybridrl.rollout.episode_class import load_episode_class
-from hybridrl.rollout.episode_generator import EpisodeGenerator
+from hybridrl.rollout.episode_generator import EpisodeGenerator, load_episode_class
 from hybridrl.rollout.rollout_engine import (
     BatchedEngine,
     EngineOutput,

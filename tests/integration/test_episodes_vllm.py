@@ -69,8 +69,7 @@ def play_with_vllm(rank, tmp_path):
     from hybridrl.batch.batch import Batch
     from hybridrl.config.schema import RolloutConfig
     from hybridrl.rollout import SamplingSettings
-    from hybridrl.rollout.episode_class import load_episode_class
-    from hybridrl.rollout.episode_generator import EpisodeGenerator
+    from hybridrl.rollout.episode_generator import EpisodeGenerator, load_episode_class
     from hybridrl.rollout.rollout_engine import EngineSetup
     from hybridrl.rollout.vllm_engine import VLLMEngine
     from hybridrl.system.shared_memory import remove_shared_memory

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hybridrl.batch.kept_sets import filters_tokens, restricts_sampling
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
-from hybridrl.rollout.episode_class import check_episode_class
 from hybridrl.rollout.vllm_options import SPECULATIVE_OPTION, check_engine_options
+from hybridrl.system import user_code
 from hybridrl.systems.unequal_generation.generation_plan import load_generation_plan
 from hybridrl.trainers import load_trainer
 from hybridrl.trainers.objectives import has_lossy_weight_sync
@@ -94,7 +94,7 @@ def _check_pipeline_plan(config: Config) -> None:
 def _check_episode(config: Config) -> None:
     rollout = config.rollout
     if rollout.episode is not None:
-        check_episode_class(rollout.episode)
+        user_code.check_user_code("rollout.episode", rollout.episode)
 
 
 def _check_routing_replay(config: Config) -> None:
