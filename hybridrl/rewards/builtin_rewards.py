@@ -1,7 +1,7 @@
 """The built-in reward functions. Those here are 1.0 for a right response and 0.0 for a wrong one.
 
-A function of this module whose first parameters are `prompt` and `response` is a built-in one;
-keyword-only parameters are its options (see `options`).
+The functions in `__all__` are built-in ones; their keyword-only parameters are options (see
+`options`).
 """
 
 from __future__ import annotations

@@ -30,8 +30,6 @@ from hybridrl.rewards.signature import (
 from hybridrl.system import user_code
 from hybridrl.system.reasoning_gym_library import check_reasoning_gym_installed
 
-_FIRST_PARAMETERS = ["prompt", "response"]
-"""Parameters by which a built-in reward function is told from its helpers."""
 RewardFunction = Callable[..., Any]
 
 
@@ -81,12 +79,7 @@ def find_function_name(function: RewardFunction | PickledFunction) -> str:
 def list_builtin_functions() -> list[str]:
     from hybridrl.rewards import builtin_rewards as builtin
 
-    return sorted(
-        name
-        for name, value in vars(builtin).items()
-        if inspect.isfunction(value)
-        and list(inspect.signature(value).parameters)[:2] == _FIRST_PARAMETERS
-    )
+    return sorted(builtin.__all__)
 
 
 def load_reward_function(

@@ -78,18 +78,9 @@ class RewardPool:
         settings: FunctionSettings = REWARD,
         cache: ContentCache | None = None,
     ) -> None:
-        group = settings.group
         functions = list(functions)
         self._weights = [1.0] * len(functions) if weights is None else list(weights)
         check_reward_functions(functions, self._weights, options, watched, settings)
-        if processes < 1:
-            raise ConfigError(f"`{group}.processes` is {processes}, expected 1 or more.")
-        if not timeout_s > 0:
-            raise ConfigError(f"`{group}.timeout_s` is {timeout_s}, expected more than 0 seconds.")
-        if on_error not in ("fail", "drop", "value"):
-            raise ConfigError(
-                f"`{group}.on_error` is `{on_error}`, expected `fail`, `drop` or `value`."
-            )
         self._names = make_short_names(functions)
         self._specs = [f if isinstance(f, str) else PickledFunction.of(f) for f in functions]
         self._settings, self._watched, self._env = settings, watched, env

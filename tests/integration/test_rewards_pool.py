@@ -406,9 +406,6 @@ def test_start_waits_for_every_process(make_pool):
          "no parameter `patern` .*Did you mean `pattern`"),
         ({"weights": [1, 2]}, "`reward.weights` has 2 entries"),
         ({"weights": [math.nan]}, "`reward.weights`.*finite"),
-        ({"processes": 0}, "`reward.processes` is 0"),
-        ({"timeout_s": 0}, "`reward.timeout_s` is 0"),
-        ({"on_error": "ignore"}, "`reward.on_error` is `ignore`"),
     ],
 )  # fmt: skip
 def test_wrong_settings_are_named(settings, message):
