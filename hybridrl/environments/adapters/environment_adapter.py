@@ -114,9 +114,6 @@ class EnvironmentAdapter:
             "data=jsonl data.path=<file>."
         )
 
-    async def close(self) -> None:
-        """Release resources; called at the end, unless the process is killed."""
-
     def take(self, known: dict[str, Any]) -> dict[str, Any]:
         """Return the options with these defaults filled in.
 

@@ -101,9 +101,6 @@ class Adapter(EnvironmentAdapter):
             return {"message": text}  # the server says what is wrong with it
         return {self._field: text if isinstance(action, str) else action}
 
-    async def close(self) -> None:
-        await self._http.close()
-
 
 async def _send_and_receive(socket: Any, message: dict[str, Any]) -> dict[str, Any]:
     await socket.send_json(message)
