@@ -63,17 +63,17 @@ class _Finder(MetaPathFinder, Loader):
         """There is nothing in it."""
 
 
+def _get_absent(thing: object, name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _Absent(name, (), {})
+
+
 class _EmptyModule(ModuleType):
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Absent(name, (), {})
+    __getattr__ = _get_absent
 
 
 class _Absent(type):
     """A class whose attributes are such classes, for annotations and defaults."""
 
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Absent(name, (), {})
+    __getattr__ = _get_absent

@@ -111,9 +111,10 @@ class VLLMEngine(RolloutEngine):
         parameters = self._parameters(request.sampling, samples, request.seed)
         parameters.output_kind = RequestOutputKind.FINAL_ONLY
         key = str(request.key)
-        ids = request.prompt_ids
-        prompt = {"type": "token", "prompt_token_ids": ids, "cache_salt": self._salt()}
-        self._llm.llm_engine.add_request(key, prompt, parameters, lora_request=self._lora)
+        ids, salt = request.prompt_ids, str(self._weights)
+        prompt = {"type": "token", "prompt_token_ids": ids, "cache_salt": salt}
+        lora = None if self._adapters is None else self._adapters.request
+        self._llm.llm_engine.add_request(key, prompt, parameters, lora_request=lora)
         self._running[key] = request
 
     def poll(self, enough: Enough | None = None) -> list[EngineOutput]:
@@ -185,10 +186,7 @@ class VLLMEngine(RolloutEngine):
         engine = self._llm.llm_engine
         states = engine.output_processor.request_states
         for name, request in engine.engine_core.engine_core.scheduler.requests.items():
-            parent, number = states[name].parent_req, 0
-            key = states[name].external_req_id
-            if parent is not None:  # the engine's own name of a sample begins with its number
-                key, number = parent.external_req_id, int(name.split("_", 1)[0])
+            key, number = vllm_routes.find_sample(engine, name)
             yield int(key) + number, request, states[name]
 
     def abort(self, keys: Iterable[int]) -> None:
@@ -339,9 +337,6 @@ class VLLMEngine(RolloutEngine):
         self._weights += 1
         self._llm.reset_prefix_cache()
 
-    def _salt(self) -> str:
-        return str(self._weights)
-
     def wake(self) -> None:
         if self._sleeps and self._asleep:
             self._llm.wake_up(tags=["weights"])
@@ -352,10 +347,6 @@ class VLLMEngine(RolloutEngine):
             # Level 2 drops weights, which come anew when they are needed; 1 keeps them on the CPU.
             self._llm.sleep(level=2 if self._adapters is None else 1)
             self._asleep, self._has_cache = True, False
-
-    @property
-    def _lora(self) -> Any:
-        return None if self._adapters is None else self._adapters.request
 
     def close(self) -> None:
         self._llm.llm_engine.model_executor.shutdown()

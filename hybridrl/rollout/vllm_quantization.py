@@ -170,9 +170,8 @@ class QuantizedLinearMethod(UnquantizedLinearMethod):
         before = torch.get_default_dtype()
         torch.set_default_dtype(self._dtype)  # that of outputs, to the kernels of CPUs
         try:
-            if isinstance(self._kernel, _ExactInt8Kernel):
-                self._kernel.process_weights_after_loading(taken)
-            elif self.kind == INT8 and current_platform.is_cpu():
+            is_exact = isinstance(self._kernel, _ExactInt8Kernel)
+            if self.kind == INT8 and current_platform.is_cpu() and not is_exact:
                 # Where there is AMX, vLLM would take a kernel that is for outputs of 16 bits, and
                 # for a multiple of 32 of them; oneDNN's, which uses AMX too, is for all.
                 self._kernel.linear_method = self._kernel._apply_weights_onednn

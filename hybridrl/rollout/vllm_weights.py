@@ -152,7 +152,8 @@ class VLLMWeightWriter(WeightWriter):
         if tensor not in self._targets:
             live, raw = self._parameters[tensor], self._model.raw_parameters[tensor]
             packed = any(has_packed_experts(module) for module, _ in self._owners[tensor])
-            if _is_raw(live, raw) and not packed:
+            is_raw = live.shape == raw.shape and live.dtype == raw.dtype
+            if is_raw and not packed:
                 self._targets[tensor] = live.data
                 if self._sizes.get(tensor, 0) < raw.numel():
                     live.data.zero_()  # the padding, which sleeping may have lost
@@ -259,10 +260,6 @@ def _unpacked(
     values = packed.new_zeros(count + 1)  # the first is for padding
     values[numbers.flatten()] = packed.flatten()
     return values[1:].view(model.raw_parameters[tensor].shape)
-
-
-def _is_raw(live: Tensor, raw: Tensor) -> bool:
-    return live.shape == raw.shape and live.dtype == raw.dtype
 
 
 def _owners(model: nn.Module) -> dict[str, list[tuple[nn.Module, dict[str, str]]]]:

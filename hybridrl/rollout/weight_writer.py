@@ -114,7 +114,7 @@ def find_weight_mismatches(
                     )
     for tensor, held in group_by_tensor(pieces).items():
         for form, values, _ in forms(tensor):
-            if _filled(held) < values.numel():
+            if sum(box_numel(piece.box) for piece in held) < values.numel():
                 rest = values.clone()
                 for piece in held:
                     rest[box_slices(target_box(piece))] = 0
@@ -135,10 +135,6 @@ def group_by_tensor(pieces: WeightPieces) -> dict[str, list[Piece]]:
 def box_slices(box: Box) -> tuple[slice, ...]:
     """Return the index that selects a box."""
     return tuple(slice(start, stop) for start, stop in box)
-
-
-def _filled(held: Iterable[Piece]) -> int:
-    return sum(box_numel(piece.box) for piece in held)
 
 
 def target_box(piece: Piece) -> Box:
