@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from layout_cases import full_tensors, layout_pairs, numbered
 from safetensors.torch import load
 
-from hybridrl.checkpoint.tensors.file_plan import assign_boxes, plan_files
+from hybridrl.checkpoint.tensors.file_plan import plan_files
 from hybridrl.checkpoint.tensors.rank_manifest import (
     RankManifest,
     find_damage,
@@ -42,8 +42,7 @@ def new_folder():
 
 def write(folder, layout, values, rank):
     """One rank's file, and its list."""
-    mine = [(move.name, move) for move in assign_boxes(layout, layout.shapes, rank)]
-    plan = plan_files(layout.shapes, mine, torch.float32, 1 << 20, "model")
+    plan = plan_files(layout, rank, torch.float32, 1 << 20, "model")
     local = full_tensors(layout, rank, values)
     parts = [slice_part(part, local[part.source.tensor]) for part in plan.parts]
     own, boxes = write_remote_file(folder, rank, plan.parts, parts)
@@ -135,8 +134,7 @@ def test_a_file_that_could_not_be_sent_to_its_end_is_not_there(folder):
     layout = TensorLayout(
         layout.shapes, {0: {n: make_local_pieces(n, ((0, 4), (0, 3))) for n in "ab"}}
     )
-    mine = [(move.name, move) for move in assign_boxes(layout, layout.shapes, 0)]
-    plan = plan_files(layout.shapes, mine, torch.float32, 1 << 20, "model")
+    plan = plan_files(layout, 0, torch.float32, 1 << 20, "model")
     other = folder.parent / "critic"
     with pytest.raises(Exception, match=r"Cannot write memory://.*no more\. See whether"):
         write_remote_file(other, 0, plan.parts, fails())

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from hybridrl.checkpoint.keep_rule import KeepRule
 from hybridrl.checkpoint.store import CheckpointStore, list_checkpoints, resolve_checkpoint_folder
-from hybridrl.checkpoint.tensors.file_plan import assign_boxes, plan_files
+from hybridrl.checkpoint.tensors.file_plan import plan_files
 from hybridrl.checkpoint.tensors.rank_manifest import RankManifest, manifest_path
 from hybridrl.checkpoint.tensors.tensor_writer import (
     make_header_entries,
@@ -34,8 +34,7 @@ def save(folders, step, accuracy, settings=SETTINGS):
     values["embed"][:step] = step
     shapes = {name: tuple(value.shape) for name, value in values.items()}
     held = {name: make_local_pieces(name, full_box(shape)) for name, shape in shapes.items()}
-    moves = assign_boxes(TensorLayout(shapes, {0: held}), shapes, 0)
-    plan = plan_files(shapes, [(m.name, m) for m in moves], torch.float32, 1 << 30, "model")
+    plan = plan_files(TensorLayout(shapes, {0: held}), 0, torch.float32, 1 << 30, "model")
     parts, own = [values[part.name] for part in plan.parts], {}
     if folders.path.__class__.__name__ == "RemotePath":
         own, boxes = write_remote_file(folder, 0, plan.parts, parts)

@@ -12,7 +12,7 @@ from layout_cases import full_tensors, layout_pairs, numbered
 
 from hybridrl.checkpoint.copies.memory_files import URL_SCHEME, KeeperFileSystem, MemoryKeeper
 from hybridrl.checkpoint.store import CheckpointStore
-from hybridrl.checkpoint.tensors.file_plan import assign_boxes, plan_files
+from hybridrl.checkpoint.tensors.file_plan import plan_files
 from hybridrl.checkpoint.tensors.rank_manifest import (
     RankManifest,
     find_damage,
@@ -135,8 +135,7 @@ def test_any_layout_reads_what_any_wrote_when_a_node_is_lost(pair):
     folder = folder / "actor"
     for rank in sorted(layout.pieces):
         Cluster.here = rank % NODES
-        mine = [(move.name, move) for move in assign_boxes(layout, layout.shapes, rank)]
-        plan = plan_files(layout.shapes, mine, torch.float32, 1 << 20, "model")
+        plan = plan_files(layout, rank, torch.float32, 1 << 20, "model")
         local = full_tensors(layout, rank, values)
         parts = [slice_part(part, local[part.source.tensor]) for part in plan.parts]
         own, boxes = write_remote_file(folder, rank, plan.parts, parts)

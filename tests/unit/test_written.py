@@ -8,7 +8,7 @@ from layout_cases import full_tensors, layout_pairs, numbered
 from safetensors.torch import load_file
 
 from hybridrl.checkpoint.tensors import file_plan
-from hybridrl.checkpoint.tensors.file_plan import assign_boxes, plan_files
+from hybridrl.checkpoint.tensors.file_plan import plan_files
 from hybridrl.checkpoint.tensors.rank_manifest import (
     RankManifest,
     find_damage,
@@ -31,8 +31,7 @@ from hybridrl.layout.tensor_layout import TensorLayout
 
 def write(folder, layout, values, rank, file_bytes=1 << 20):
     """One rank's part, and its list."""
-    mine = [(move.name, move) for move in assign_boxes(layout, layout.shapes, rank)]
-    plan = plan_files(layout.shapes, mine, torch.float32, file_bytes, "model")
+    plan = plan_files(layout, rank, torch.float32, file_bytes, "model")
     headers = {}
     if rank == 0:
         write_headers(folder, plan)
@@ -142,9 +141,6 @@ def test_what_all_ranks_hold_is_dealt_evenly_in_pieces(monkeypatch):
     shapes = {"large": (100, 16), **{f"small{i}": (8, 8) for i in range(5)}}
     pieces = {n: make_local_pieces(n, tuple((0, side) for side in s)) for n, s in shapes.items()}
     layout = TensorLayout(shapes, dict.fromkeys(range(4), pieces))
-    plans = [
-        plan_files(shapes, [(m.name, m) for m in moves], torch.float32, 1 << 20, "model")
-        for moves in (assign_boxes(layout, shapes, rank) for rank in range(4))
-    ]
+    plans = [plan_files(layout, rank, torch.float32, 1 << 20, "model") for rank in range(4)]
     sizes = [sum(part.size for part in plan.parts) for plan in plans]
     assert sum(sizes) == 4 * (1600 + 5 * 64) and max(sizes) - min(sizes) <= 4 * 64

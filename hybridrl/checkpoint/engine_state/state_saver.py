@@ -33,7 +33,6 @@ from hybridrl.checkpoint.tensors.file_plan import (
     MAX_FILE_BYTES,
     FilePart,
     FilePlan,
-    assign_boxes,
     plan_files,
 )
 from hybridrl.checkpoint.tensors.rank_manifest import (
@@ -207,21 +206,14 @@ class EngineStateSaver:
         layout, files, place = self._engine.layout(), self._files, self._engine.mesh.place
         stored, stem = files.weights.all_tensors(layout), files.weights.stem
         weights = plan_files(
-            stored.shapes,
-            [(move.name, move) for move in assign_boxes(stored, stored.shapes, place)],
+            stored,
+            place,
             torch.float32,
             limit_file_bytes(stem, self._file_bytes),
             stem,
             files.weights.dtypes(),
         )
-        kept = files.moments
-        moments = plan_files(
-            kept.shapes,
-            [(move.name, move) for move in assign_boxes(kept, kept.shapes, place)],
-            torch.float32,
-            self._file_bytes,
-            MOMENTS_STEM,
-        )
+        moments = plan_files(files.moments, place, torch.float32, self._file_bytes, MOMENTS_STEM)
         return weights, moments
 
     @cached_property

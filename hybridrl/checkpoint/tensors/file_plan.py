@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -69,43 +69,43 @@ class FilePlan:
     parts: tuple[FilePart, ...]
 
 
-def assign_boxes(layout: TensorLayout, names: Iterable[str], rank: int) -> list[TensorMove]:
-    """Assign to a rank of the layout the boxes of these tensors that it writes.
+def _assign_boxes(layout: TensorLayout, rank: int) -> tuple[TensorMove, ...]:
+    """Assign to a rank of the layout the boxes that it writes.
 
     Together the ranks write everything once. What several of them hold is dealt over these in
     pieces, so that all ranks end at about the same number of bytes.
-
-    Raises:
-        LayoutError: if nobody holds some part of a tensor.
     """
-    shapes = {name: layout.shapes[name] for name in names}
     pieces = {
         name: tuple(
             Piece(box, name, tuple(start for start, _ in box))
             for box in split_box(full_box(shape), _MAX_PIECE_ELEMENTS)
         )
-        for name, shape in shapes.items()
+        for name, shape in layout.shapes.items()
     }
-    return list(plan_transfer(layout, TensorLayout(shapes, {_FILES: pieces}), rank).moves)
+    return plan_transfer(layout, TensorLayout(layout.shapes, {_FILES: pieces}), rank).moves
 
 
 def plan_files(
-    shapes: Mapping[str, tuple[int, ...]],
-    mine: Iterable[tuple[str, TensorMove]],
+    layout: TensorLayout,
+    rank: int,
     dtype: torch.dtype,
     file_bytes: int,
     stem: str,
     dtypes: Mapping[str, torch.dtype] = NO_OTHERS,
 ) -> FilePlan:
-    """Plan the files for tensors of these shapes, in this order.
+    """Plan the files for the tensors of a layout, in the order of its `shapes`.
 
     Args:
-        mine: What this rank writes, each with the name of its tensor in the files.
+        rank: Of the layout: what it writes is planned.
         dtype: Of the values in the files.
         file_bytes: Largest file, unless one tensor is larger.
         stem: What the names of the files begin with.
         dtypes: Of tensors that have another one than `dtype`.
+
+    Raises:
+        LayoutError: if nobody holds some part of a tensor.
     """
+    shapes = layout.shapes
     headers: dict[str, bytes] = {}
     lengths: dict[str, int] = {}
     named: dict[str, str] = {}
@@ -125,8 +125,8 @@ def plan_files(
         metadata = {"total_size": sum(sizes.values())}
         index = json.dumps({"metadata": metadata, "weight_map": named}, indent=2) + "\n"
     parts = [
-        FilePart(entries[name][0], name, entries[name][1], move.box, move.source)
-        for name, move in mine
+        FilePart(entries[move.name][0], move.name, entries[move.name][1], move.box, move.source)
+        for move in _assign_boxes(layout, rank)
     ]
     parts.sort(key=lambda part: (part.file, part.entry.start, part.box))
     return FilePlan(headers, lengths, index, tuple(parts))

@@ -19,7 +19,6 @@ from hybridrl.checkpoint.tensors.file_plan import (
     MODEL_STEM,
     FilePart,
     FilePlan,
-    assign_boxes,
     plan_files,
 )
 from hybridrl.checkpoint.tensors.rank_manifest import WrittenBox, WrittenHeader
@@ -71,8 +70,7 @@ def write_tensors(
         StorageError: on all ranks, if one of them could not write; names the file.
         LayoutError: if nobody holds some part of a tensor.
     """
-    mine = [(move.name, move) for move in assign_boxes(layout, layout.shapes, rank)]
-    plan = plan_files(layout.shapes, mine, dtype, file_bytes, stem, dtypes)
+    plan = plan_files(layout, rank, dtype, file_bytes, stem, dtypes)
     try:
         with raise_on_all_ranks(group), convert_write_errors(folder):
             if rank == 0:
