@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hybridrl.engine.parameter_shards import ParameterShards, slice_piece
-from hybridrl.layout.boxes import Box, Piece
+from hybridrl.engine.parameter_shards import ParameterShards
+from hybridrl.layout.box_table import slice_at
+from hybridrl.layout.boxes import Box, Piece, box_shape
 from hybridrl.models.optimizer_states import statistic_shape
 from hybridrl.parallel.process_group import to_local
 
@@ -75,7 +76,8 @@ class Adafactor(Optimizer):
     ) -> Iterator[tuple[Piece, int, list[Tensor]]]:
         """Yield each piece of a parameter, how many ranks hold it, and that part of each tensor."""
         for piece, copies in self._shards.pieces(parameter):
-            yield piece, copies, [slice_piece(to_local(t), piece) for t in tensors]
+            shape = box_shape(piece.box)
+            yield piece, copies, [slice_at(to_local(t), piece.start, shape) for t in tensors]
 
     def _square_sum(self, parameter: nn.Parameter, values: Tensor) -> Tensor:
         """Return this rank's share of the sum of squares of the whole tensor."""

@@ -20,7 +20,8 @@ from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
 from hybridrl.checkpoint.tensors.tensor_writer import write_tensors
 from hybridrl.checkpoint.tensors.write_errors import convert_write_errors, raise_on_all_ranks
 from hybridrl.errors import ConfigError, StorageError
-from hybridrl.layout.boxes import intersect_boxes
+from hybridrl.layout.box_table import slice_at
+from hybridrl.layout.boxes import box_shape, intersect_boxes
 from hybridrl.layout.tensor_layout import Piece, TensorLayout
 from hybridrl.models.lora import ADAPTER_NAME, has_adapters
 from hybridrl.models.packed_models import PackedModel
@@ -236,11 +237,8 @@ def read_parameter_pieces(
     for piece, part in itertools.product(pieces, parts):
         if (shared := intersect_boxes(piece.box, part.box)) is None:
             continue
-        place = tuple(
-            slice(at, at + stop - start)
-            for at, (start, stop) in zip(piece.at(shared).start, shared, strict=True)
-        )
-        files.read(part.name, part.inside(shared), local[place][(0,) * part.lacking])
+        into = slice_at(local, piece.at(shared).start, box_shape(shared))
+        files.read(part.name, part.inside(shared), into[(0,) * part.lacking])
 
 
 @torch.no_grad()
@@ -266,8 +264,7 @@ def _load_whole(
         local = to_local(parameter.detach())
         for piece in find_parameter_pieces(name, parameter, cut, index):
             values_here = whole[tuple(slice(*side) for side in piece.box)]
-            inner = zip(piece.start, values_here.shape, strict=True)
-            local[tuple(slice(at, at + n) for at, n in inner)].copy_(values_here)
+            slice_at(local, piece.start, values_here.shape).copy_(values_here)
     return found
 
 

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hybridrl.layout.boxes import Box, Piece, box_shape
+from hybridrl.layout.boxes import Box, Piece
 from hybridrl.parallel.parameter_layout import build_training_layout
 from hybridrl.parallel.process_group import ParallelMesh
 from hybridrl.parallel.tensor_parallel import ParameterCut
@@ -67,12 +67,6 @@ class ParameterShards:
     def ranks(self) -> int:
         """The number of ranks of the stage."""
         return 1 if self.group is None else self.group.size()
-
-
-def slice_piece(local: Tensor, piece: Piece) -> Tensor:
-    """Return the part of a local tensor that is a piece of the whole."""
-    sizes = zip(piece.start, box_shape(piece.box), strict=True)
-    return local[tuple(slice(at, at + size) for at, size in sizes)]
 
 
 def assign_matrices(
