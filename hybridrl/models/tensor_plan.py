@@ -7,10 +7,11 @@ Who cuts a model (`parallel.tensor_parallel`) and who counts what a rank's part 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 EXPERTS_STYLE = "moe_tp_experts"
 """The style of a module that holds all experts of a layer."""
@@ -76,3 +77,25 @@ def _parent_path(path: str) -> str:
 def lies_in(path: str, modules: Iterable[str]) -> bool:
     """Return whether a path is one of these modules, or of something within them."""
     return any(path == module or path.startswith(f"{module}.") for module in modules)
+
+
+def change_input_states(change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a hook that changes the states that attention, an MLP or a mixture gets."""
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (change(args[0]), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}
+
+    return hook
+
+
+def change_output_states(change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a hook that changes the states that a module gives, alone or first of several."""
+
+    def hook(_: nn.Module, __: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return change(output[0]), *output[1:]
+        return change(output)
+
+    return hook

@@ -18,6 +18,7 @@ from hybridrl.models.activation_checkpointing import (
     is_among,
 )
 from hybridrl.models.language_model import decoder_of
+from hybridrl.models.tensor_plan import change_input_states, change_output_states
 
 META_ATTENTION = "hybridrl_planned"
 _LONG_ROW_TOKENS = 1 << 20
@@ -135,17 +136,8 @@ def split_tokens_between(model: PreTrainedModel, layers: Sequence[nn.Module], pa
     Args:
         layers: The model's, on the meta device.
     """
-
-    def gather(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args:
-            return (_Resized.apply(args[0], parts), *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": _Resized.apply(kwargs["hidden_states"], parts)}
-
-    def split(_: nn.Module, __: Any, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return _Resized.apply(output[0], 1 / parts), *output[1:]
-        return _Resized.apply(output, 1 / parts)
-
+    gather = change_input_states(lambda states: _Resized.apply(states, parts))
+    split = change_output_states(lambda states: _Resized.apply(states, 1 / parts))
     model.get_input_embeddings().register_forward_hook(split)
     for region in (child for layer in layers for child in layer.children()):
         if any(True for _ in region.children()):  # no norm

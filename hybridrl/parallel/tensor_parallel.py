@@ -30,6 +30,8 @@ from hybridrl.models.tensor_plan import (
     EXPERTS_STYLE,
     TIED_EMBEDDING_STYLE,
     TensorPlan,
+    change_input_states,
+    change_output_states,
     lies_in,
     plan_style,
     read_tensor_plan,
@@ -177,7 +179,7 @@ def apply_tensor_parallel(model: PackedModel, mesh: ParallelMesh) -> TensorParal
         if style == "rowwise":
             _sum_output(module, add if lies_in(path, mixtures) else leave)
     for path in cuts.parents:
-        hook = _change_input(copy if lies_in(path, mixtures) else enter)
+        hook = change_input_states(copy if lies_in(path, mixtures) else enter)
         base.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True)
     if splits:
         _split_tokens_between(regions, mixtures, model, group, names, done)
@@ -205,11 +207,7 @@ def _split_tokens_between(
     MLPs, and mark the parameters that each rank uses for its own tokens."""
     base = decoder_of(model.inner)
     gather = partial(gather_tokens, group=group, summed=False)
-
-    def split_output(_: nn.Module, __: Any, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return split_tokens(output[0], group, summed=False), *output[1:]
-        return split_tokens(output, group, summed=False)
+    split = partial(split_tokens, group=group, summed=False)
 
     def gather_output(_: nn.Module, __: Any, output: Any) -> Any:
         output.last_hidden_state = gather(output.last_hidden_state)
@@ -217,8 +215,8 @@ def _split_tokens_between(
 
     for path in mixtures:  # whose routers look at all tokens
         module = base.get_submodule(path)
-        module.register_forward_pre_hook(_change_input(gather), with_kwargs=True)
-        module.register_forward_hook(split_output)
+        module.register_forward_pre_hook(change_input_states(gather), with_kwargs=True)
+        module.register_forward_hook(change_output_states(split))
     base.register_forward_hook(gather_output)
     model.multiple = group.size()
     for path, module in base.named_modules():
@@ -278,17 +276,6 @@ def _cut_experts(
 
     experts.register_forward_pre_hook(copy_inputs)
     experts.register_forward_hook(lambda _, __, output: reduce_from_region(output, group))
-
-
-def _change_input(change: _Change) -> Any:
-    """Return a hook that changes the states that attention, an MLP or a mixture gets."""
-
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args:
-            return (change(args[0]), *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}
-
-    return hook
 
 
 def _sum_output(linear: nn.Linear, leave: _Change) -> None:
