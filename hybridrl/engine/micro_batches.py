@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hybridrl.batch.batch import Batch, RaggedColumn
 from hybridrl.errors import ConfigError, DataError, suggest_name
+from hybridrl.parallel.collectives import reduce_over
 
 _COLUMN_SOURCES = {
     "response_mask": "the generation, or the data of `update_supervised`",
@@ -187,17 +188,14 @@ class UpdateMetrics:
 
     def reduce(self, group: dist.ProcessGroup | None) -> dict[str, float]:
         sums = torch.tensor([float(v) for v in self._sums.values()], dtype=torch.float64)
-        if group is not None:
-            dist.all_reduce(sums, group=group)
-        found = dict(zip(self._sums, sums.tolist(), strict=True))
+        found = dict(zip(self._sums, reduce_over(group, sums).tolist(), strict=True))
         result = {name: found.pop(name) for name in ("loss", "tokens", "rows")}
         for name, total in found.items():
             count = result["rows"] if name.endswith(BY_ROW) else result["tokens"]
             result[name.removesuffix(BY_ROW)] = total / max(1.0, count)
         if self._tops:
             tops = torch.tensor([float(v) for v in self._tops.values()], dtype=torch.float64)
-            if group is not None:
-                dist.all_reduce(tops, dist.ReduceOp.MAX, group=group)
+            reduce_over(group, tops, dist.ReduceOp.MAX)
             tops[tops == -math.inf] = 0.0  # there were no tokens
             result |= dict(zip(self._tops, tops.tolist(), strict=True))
         return result

@@ -22,6 +22,7 @@ from hybridrl.engine.adafactor import Adafactor
 from hybridrl.engine.muon import Muon
 from hybridrl.engine.parameter_shards import ParameterShards
 from hybridrl.models.optimizer_states import OPTIONS, make_user_optimizer, read_options
+from hybridrl.parallel.collectives import reduce_over
 from hybridrl.parallel.process_group import ParallelMesh, to_local
 from hybridrl.parallel.tensor_parallel import ParameterCut
 
@@ -148,9 +149,7 @@ class ShardedGradients:
             gradients = [to_local(p.grad) for p in parameters if p.grad is not None]
             if gradients:
                 total += torch.nn.utils.get_total_norm(gradients).double().cpu() ** 2 / copies
-        if (group := self._mesh.group()) is not None:
-            dist.all_reduce(total, group=group)
-        return float(total.sqrt())
+        return float(reduce_over(self._mesh.group(), total).sqrt())
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients by `factor`."""

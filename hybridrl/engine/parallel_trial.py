@@ -25,6 +25,7 @@ from hybridrl.errors import ConfigError, HybridRLError
 from hybridrl.models.model_trial import TOLERANCE, ModelTrial, trial_key, trial_seed
 from hybridrl.models.packed_models import CausalPolicy, PackedModel, ScalarModel
 from hybridrl.models.shrunk_config import SHRUNK_WINDOW
+from hybridrl.parallel.collectives import reduce_over
 from hybridrl.parallel.process_group import ParallelMesh
 from hybridrl.system.device_traits import has_varlen_attention
 
@@ -132,8 +133,7 @@ def _differences(
         gradients = [p.grad for p in trial.reference.parameters() if p.grad is not None]
         norm_off = abs(norm / float(torch.stack([g.norm() for g in gradients]).norm()) - 1)
     worst = torch.tensor([off, norm_off]).nan_to_num(torch.inf)  # or no comparison would see it
-    if (group := mesh.group()) is not None:
-        dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
+    reduce_over(mesh.group(), worst, dist.ReduceOp.MAX)
     tolerance = (
         TOLERANCE if is_exact else _ROUNDING * ours.config.get_text_config().num_hidden_layers
     )

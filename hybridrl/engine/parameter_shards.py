@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridrl.layout.boxes import Box, Piece
+from hybridrl.parallel.collectives import reduce_over
 from hybridrl.parallel.parameter_layout import build_training_layout
 from hybridrl.parallel.process_group import ParallelMesh
 from hybridrl.parallel.tensor_parallel import ParameterCut
@@ -59,9 +60,7 @@ class ParameterShards:
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """Add up a tensor of each rank, in place."""
-        if self.group is not None:
-            dist.all_reduce(values, group=self.group)
-        return values
+        return reduce_over(self.group, values)
 
     @cached_property
     def ranks(self) -> int:

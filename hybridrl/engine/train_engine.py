@@ -50,6 +50,7 @@ from hybridrl.models.packed_models import PackedModel
 from hybridrl.models.packed_samples import PackedSamples, SampleLayout, concatenate_ranges
 from hybridrl.models.prompt_saving import find_least_saving
 from hybridrl.models.prompt_trees import PromptTrees
+from hybridrl.parallel.collectives import reduce_over
 from hybridrl.parallel.fsdp import list_unit_parameters
 from hybridrl.parallel.process_group import ParallelMesh
 from hybridrl.parallel.sequence_parallel import SequenceParallel, check_rows_divisible
@@ -298,8 +299,7 @@ class TrainEngine(ShardedModel):
         if not limits:
             return {}
         found = torch.tensor([metrics[name] for name in limits], dtype=torch.float64).nan_to_num(0)
-        if (group := self.mesh.group()) is not None:
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        reduce_over(self.mesh.group(), found, dist.ReduceOp.MAX)
         values = zip(limits.items(), found.tolist(), strict=True)
         return {f"over_{name}": value for (name, limit), value in values if value > limit}
 
@@ -362,11 +362,8 @@ class TrainEngine(ShardedModel):
 
     def _of_all(self, routing: ExpertRouters) -> Tensor:
         """Sum the counts of the routers over all tokens and layers."""
-        counted = routing.counted()
-        if (group := self.mesh.group()) is not None:
-            dist.all_reduce(counted, group=group)
-            counted /= self.mesh.size("tp")  # its ranks have the same tokens
-        return counted
+        counted = reduce_over(self.mesh.group(), routing.counted())
+        return counted.div_(self.mesh.size("tp"))  # its ranks have the same tokens
 
     def _watch_gradients(self) -> ShardedGradients:
         parameters = dict(self.model.inner.named_parameters())
@@ -396,10 +393,9 @@ class TrainEngine(ShardedModel):
             for rows in groups
         ]
         packed = pack_rows(units, budget, setting=setting, padded=is_padded, groups=groups) or [[]]
-        count = torch.tensor([len(packed)])
-        if (group := self.mesh.group("dp")) is not None:
-            dist.all_reduce(count, dist.ReduceOp.MAX, group=group)
-        while len(packed) < int(count):
+        mine = torch.tensor([len(packed)])
+        count = int(reduce_over(self.mesh.group("dp"), mine, dist.ReduceOp.MAX))
+        while len(packed) < count:
             fullest = max(packed, key=len)
             packed.remove(fullest)
             packed += [fullest[::2], fullest[1::2]]

@@ -1,5 +1,6 @@
 """Collectives that torch.distributed does not have: differentiable copies, sums, gathers and
-splits, a gather that sends equal objects once, and the making of groups."""
+splits, an exchange of rows, sums and maxima of ranks that may be alone, a gather that sends equal
+objects once, and the making of groups."""
 
 from __future__ import annotations
 
@@ -98,6 +99,28 @@ def reduce_scatter_tensor(
     """Call torch's own reduce-scatter under the name that it has in this version."""
     named = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     named(out, values, op=op, group=group)
+
+
+def exchange_rows(
+    values: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Send `sent[r]` rows to each rank r, and return the `received[r]` rows from each."""
+    arrived = values.new_empty(sum(received), *values.shape[1:])
+    dist.all_to_all_single(arrived, values.contiguous(), received, sent, group=group)
+    return arrived
+
+
+def reduce_over(
+    group: dist.ProcessGroup | None, values: torch.Tensor, operation: Any = dist.ReduceOp.SUM
+) -> torch.Tensor:
+    """Reduce a tensor of each rank to one that all have, in place, and return it. Collective.
+
+    Args:
+        group: None: this rank is alone.
+    """
+    if group is not None:
+        dist.all_reduce(values, operation, group=group)
+    return values
 
 
 def make_own_group(groups: Iterable[Iterable[int]]) -> dist.ProcessGroup | None:

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridrl.parallel.collectives import exchange_rows
+
 _BETAS, _EPSILON = (0.9, 0.999), 1e-8
 
 
@@ -111,8 +113,6 @@ class ShardedTable:
         """Send `sent[r]` rows to each rank r and return those that arrive."""
         if self._group is None:
             return values
-        arrived = values.new_empty(sum(received), *values.shape[1:])
-        dist.all_to_all_single(arrived, values.contiguous(), received, sent, group=self._group)
         others = sum(sent) - sent[self._rank]
         self.bytes_sent += others * math.prod(values.shape[1:]) * values.element_size()
-        return arrived
+        return exchange_rows(values, sent, received, self._group)

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.errors import ConfigError
+from hybridrl.parallel.collectives import exchange_rows
 
 
 def check_ulysses_heads(heads: int, key_value_heads: int, ulysses: int) -> None:
@@ -75,14 +76,14 @@ class HeadExchange:
             k, v = (x.repeat_interleave(copies, dim=1) for x in (k, v))
         by_rank = [x.unflatten(1, (ranks, x.shape[1] // ranks)) for x in (q, k, v)]
         sent = torch.cat(by_rank, dim=2).transpose(0, 1).flatten(0, 1)
-        return _Exchange.apply(sent, self.group, [len(q)] * ranks, self.counts)
+        return _Exchange.apply(sent, [len(q)] * ranks, self.counts, self.group)
 
     def to_tokens(self, x: Tensor) -> Tensor:
         """Exchange all tokens of this rank's heads, `[all tokens, heads / ranks, head_dim]`, for
         this rank's tokens of all heads, `[this rank's tokens, heads, head_dim]`. Collective."""
         ranks = len(self.counts)
         mine = self.counts[dist.get_rank(self.group)]
-        received = _Exchange.apply(x, self.group, self.counts, [mine] * ranks)
+        received = _Exchange.apply(x, self.counts, [mine] * ranks, self.group)
         return received.unflatten(0, (ranks, mine)).transpose(0, 1).flatten(1, 2)
 
 
@@ -92,18 +93,11 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, group: dist.ProcessGroup, sent: list[int], received: list[int]
+        ctx: Any, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
     ) -> Tensor:
-        ctx.back = group, received, sent
-        return _exchange(x, group, sent, received)
+        ctx.back = received, sent, group
+        return exchange_rows(x, sent, received, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange(grad, *ctx.back), None, None, None
-
-
-def _exchange(x: Tensor, group: dist.ProcessGroup, sent: list[int], received: list[int]) -> Tensor:
-    """Send `sent` rows of `x` to each rank, and return the `received` rows from each."""
-    arrived = x.new_empty(sum(received), *x.shape[1:])
-    dist.all_to_all_single(arrived, x.contiguous(), received, sent, group=group)
-    return arrived
+        return exchange_rows(grad, *ctx.back), None, None, None

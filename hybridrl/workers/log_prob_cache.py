@@ -14,7 +14,7 @@ from hybridrl.config.schema import CacheConfig
 from hybridrl.controller import THREE_D
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.models.language_model import attention_of
-from hybridrl.parallel.collectives import all_gather_distinct
+from hybridrl.parallel.collectives import all_gather_distinct, reduce_over
 from hybridrl.system.content_cache import compute_key, open_cache
 from hybridrl.workers.model_worker import ModelWorker
 from hybridrl.workers.training_engines import ModelSource
@@ -57,9 +57,9 @@ class LogProbCache:
         found = self._cache.get_many(keys) if answers else [b""] * len(keys)
         is_missing = torch.tensor([value is None for value in found], dtype=torch.uint8)
         for axes in (("ring", "ulysses"), ("pp",), ("tp",)):
-            _take_maximum(is_missing, mesh.group(*axes))
+            reduce_over(mesh.group(*axes), is_missing, dist.ReduceOp.MAX)
         rows = is_missing.nonzero().flatten().tolist()
-        most = _take_maximum(torch.tensor(len(rows)), mesh.group())
+        most = reduce_over(mesh.group(), torch.tensor(len(rows)), dist.ReduceOp.MAX)
         values = torch.full((int(bounds[-1]),), torch.nan)
         parts = RaggedColumn(values, bounds).rows()
         for part, value in zip(parts, found, strict=True):
@@ -108,10 +108,3 @@ class LogProbCache:
             torch.cuda.get_device_name() if engine.device.type == "cuda" else "cpu",
         ]
         return hashlib.blake2b(repr(found).encode()).digest()
-
-
-def _take_maximum(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Replace values by the largest of all ranks."""
-    if group is not None:
-        dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
-    return values

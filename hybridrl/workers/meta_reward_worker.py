@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -27,6 +26,7 @@ from hybridrl.data.task_blocks import TASK, TASK_BLOCK_COLUMNS
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import ConfigError, StorageError
 from hybridrl.layout.rank_mesh import MeshCoordinate
+from hybridrl.parallel.collectives import reduce_over
 from hybridrl.parallel.sharded_table import ShardedTable
 from hybridrl.system.device_traits import synchronize_device
 from hybridrl.system.locations import Location, list_file_sizes, open_reader, parse_location
@@ -205,9 +205,7 @@ class MetaRewardWorker(TrainedModelWorker):
                 torch.tensor(float(len(pairs.numbers)), dtype=torch.float64, device=query.device),
             ]
         )
-        if self._group is not None:
-            dist.all_reduce(sums, group=self._group)
-        loss, count, right, shared, tasks = sums.tolist()
+        loss, count, right, shared, tasks = reduce_over(self._group, sums).tolist()
         return {
             **{"loss": loss, "tasks": tasks, "pair_accuracy": right / max(1.0, count)},
             "shared_pair_accuracy": shared / max(1.0, count),
