@@ -136,12 +136,15 @@ class TrainEngine(ShardedModel):
 
     def set_learning_rate(self, rate: float) -> None:
         """Set the highest rate of the schedule, from the next update on."""
-        # One step back and one forward, which sets the rates.
-        schedule, position = self.schedule, self.schedule.last_epoch
-        rates = {"base_lrs": [rate] * len(self.optimizer.param_groups)}
+        self.schedule.base_lrs = [rate] * len(self.optimizer.param_groups)
+        self.set_schedule_position(self.schedule.last_epoch)
+
+    def set_schedule_position(self, position: int) -> None:
+        """Go on with the schedule from this update, with its rates."""
+        # One step back and one forward, which sets the rates. The count is for torch's warnings.
         before = {"last_epoch": position - 1, "_step_count": position + 2}
-        schedule.load_state_dict({**schedule.state_dict(), **rates, **before})
-        schedule.step()
+        self.schedule.load_state_dict({**self.schedule.state_dict(), **before})
+        self.schedule.step()
 
     def offload(self) -> None:
         """Move parameters and optimizer state to host memory until `onload`. Only with

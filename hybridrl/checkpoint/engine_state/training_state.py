@@ -96,11 +96,7 @@ def load_training_state(engine: TrainEngine, folder: Location) -> dict[str, int]
                 moments.read(stored, piece.box, slice_at(tensor, piece.start, box_shape(piece.box)))
     engine.gather_anew()
     engine.skipped_in_a_row = numbers["skipped_in_a_row"]
-    # One step back and one forward, which sets the rates. The count is for torch's warnings only.
-    schedule, position = engine.schedule, numbers["schedule"]
-    before = {"last_epoch": position - 1, "_step_count": position + 2}
-    schedule.load_state_dict({**schedule.state_dict(), **before})
-    schedule.step()
+    engine.set_schedule_position(numbers["schedule"])
     engine.put_optimizer_away()
     counters: dict[str, int] = numbers["counters"]
     return counters
