@@ -64,25 +64,25 @@ class DamagedMessageError(ValueError):
 
 
 class WeightRecord:
-    """A record of the values that the receivers of one message hold, kept at both ends."""
+    """A record of the values that the receivers of one message hold, kept at both ends.
+
+    Attributes:
+        values: Of the last version; None if none are kept.
+        version: Its number.
+    """
 
     def __init__(self) -> None:
-        self._values: Tensor | None = None
+        self.values: Tensor | None = None
         self.version = NO_VERSION
 
     @property
     def nbytes(self) -> int:
         """The bytes of host memory in use."""
-        return 0 if self._values is None else self._values.nbytes
-
-    @property
-    def values(self) -> Tensor | None:
-        """The values of the last version; None if none are kept."""
-        return self._values
+        return 0 if self.values is None else self.values.nbytes
 
     def forget(self) -> None:
         """Release the memory, so that the next message is not a difference."""
-        self._values, self.version = None, NO_VERSION
+        self.values, self.version = None, NO_VERSION
 
     def encode(self, values: Tensor, method: str, version: int) -> WeightMessage:
         """Encode the message that brings the receivers to `values`, or as near as the method comes,
@@ -92,7 +92,7 @@ class WeightRecord:
         Args:
             values: Flat and contiguous, of the generator's precision.
         """
-        held = None if self._values is None else self._values.to(values.device)
+        held = None if self.values is None else self.values.to(values.device)
         if method in (INT8_SYNC, INT4_DELTA_SYNC) and not _is_finite(values, held):
             method = FULL_SYNC
         after, base, changed = values, NO_VERSION, None
@@ -116,8 +116,8 @@ class WeightRecord:
 
     def whole(self) -> WeightMessage:
         """Return the receivers' values in full, for one that could not decode the last message."""
-        assert self._values is not None, "a message was encoded"
-        data, check = self._values.view(torch.uint8), compute_checksum(self._values)
+        assert self.values is not None, "a message was encoded"
+        data, check = self.values.view(torch.uint8), compute_checksum(self.values)
         method = SYNC_METHODS.index(FULL_SYNC)
         return WeightMessage(
             MessageHeader(method, len(data), NO_VERSION, self.version, check), data
@@ -134,11 +134,11 @@ class WeightRecord:
             raise DamagedMessageError(f"There is no method {header.method}.")
         method = SYNC_METHODS[header.method]
         if method in (DELTA_SYNC, INT4_DELTA_SYNC):
-            if self._values is None or header.base != self.version:
+            if self.values is None or header.base != self.version:
                 raise DamagedMessageError(
                     f"It is a difference to version {header.base}, where {self.version} is held."
                 )
-            values = _decode_difference(method, data, self._values.to(data.device))
+            values = _decode_difference(method, data, self.values.to(data.device))
         else:
             codec = _INT8 if method == INT8_SYNC else None
             _check_size(method, data, codec.size(numel) if codec else numel * dtype.itemsize, numel)
@@ -150,9 +150,9 @@ class WeightRecord:
         return values
 
     def _keep(self, values: Tensor, version: int) -> None:
-        if self._values is None or len(self._values) != len(values):
-            self._values = torch.empty(len(values), dtype=values.dtype)
-        self._values.copy_(values)
+        if self.values is None or len(self.values) != len(values):
+            self.values = torch.empty(len(values), dtype=values.dtype)
+        self.values.copy_(values)
         self.version = version
 
 
