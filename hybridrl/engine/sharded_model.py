@@ -41,7 +41,7 @@ from hybridrl.parallel.parameter_layout import build_training_layout
 from hybridrl.parallel.process_group import ParallelMesh, to_local
 from hybridrl.parallel.training_pipeline import TrainingPipeline
 from hybridrl.system.dtypes import DTYPES
-from hybridrl.weights.collective_reshard import reshard_tensors
+from hybridrl.weights.collective_reshard import CollectiveReshard
 
 
 class ShardedModel:
@@ -315,6 +315,6 @@ def gather_full_parameters(
         target = TensorLayout({name: shape}, dict.fromkeys(layout.pieces, everything))
         steps = plan_transfer(layout.renamed({name: name}), target, mesh.place)
         tensor = torch.empty(shape, dtype=dtype, device=mesh.device)
-        write = make_tensor_sink({name: tensor})
-        reshard_tensors(steps, parts.__getitem__, write, dtype, mesh.device, mesh.group())
+        bring = CollectiveReshard(steps, dtype, mesh.device, mesh.group())
+        bring(parts.__getitem__, make_tensor_sink({name: tensor}))
         yield name, tensor

@@ -164,19 +164,6 @@ class CollectiveReshard:
         return found
 
 
-def reshard_tensors(
-    plan: TransferPlan,
-    read: TensorSource,
-    write: TensorSink,
-    dtype: torch.dtype,
-    device: torch.device,
-    group: dist.ProcessGroup | None = None,
-    bucket_bytes: int | None = None,
-) -> TransferTraffic:
-    """Execute a plan once; see `CollectiveReshard`."""
-    return CollectiveReshard(plan, dtype, device, group, bucket_bytes)(read, write)
-
-
 def _unpack_round(travelling: _RoundInFlight | None, write: TensorSink) -> None:
     if travelling is not None:
         travelling.work.wait()

@@ -19,7 +19,7 @@ from weight_transitions import (
 
 from hybridrl.layout.boxes import Piece
 from hybridrl.layout.tensor_layout import TransferTraffic, make_tensor_sink
-from hybridrl.weights.collective_reshard import CollectiveReshard, reshard_tensors
+from hybridrl.weights.collective_reshard import CollectiveReshard
 
 WORLD = 8
 ARMS = {
@@ -120,8 +120,8 @@ def run_cast(sizes, rank, group):
     tensors = {name: tensor.bfloat16() for name, tensor in tensors.items()}
     plan = transition.gather()
     settings = {"group": group, "bucket_bytes": BUCKET}
-    read, write, dtype = training.__getitem__, make_tensor_sink(tensors), torch.bfloat16
-    traffic = reshard_tensors(plan, read, write, dtype, torch.device("cpu"), **settings)
+    bring = CollectiveReshard(plan, torch.bfloat16, torch.device("cpu"), **settings)
+    traffic = bring(training.__getitem__, make_tensor_sink(tensors))
     return {
         "complete": holds(transition.generation, rank, tensors, values),
         "traffic": asdict(traffic),
