@@ -41,7 +41,6 @@ PLUMBING = {
     "pack_whole_weights",
     "forget_sent_weights",
     "take_sequences",
-    "process_id",
 }
 """What separate generation asks of an actor; no driver program does."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Mapping
 from dataclasses import replace
@@ -402,11 +401,6 @@ class ActorWorker(TrainedModelWorker):
     def policy_version(self) -> int:
         """Return the number of optimizer steps and weight loads so far."""
         return self._engine.policy_version
-
-    @transfer(ONE_TO_ALL)
-    def process_id(self) -> int:
-        """Return the process id of this rank's host."""
-        return os.getpid()
 
     def _report_age(self, batch: Batch) -> None:
         """Report how many updates the samples' policy is behind."""
