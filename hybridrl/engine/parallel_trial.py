@@ -22,7 +22,8 @@ from hybridrl.algorithms import TokenLoss
 from hybridrl.config.schema import ActorConfig, LoraAdapterConfig, OptimizerConfig
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import ConfigError, HybridRLError
-from hybridrl.models.model_trial import TOLERANCE, ModelTrial, trial_key, trial_seed
+from hybridrl.models.language_model import architecture_key
+from hybridrl.models.model_trial import TOLERANCE, ModelTrial, trial_seed
 from hybridrl.models.packed_models import CausalPolicy, PackedModel, ScalarModel
 from hybridrl.models.shrunk_config import SHRUNK_WINDOW
 from hybridrl.parallel.collectives import reduce_over
@@ -65,7 +66,8 @@ def check_parallel_equivalence(
     sizes = {axis: mesh.size(axis) for axis in _MODEL_AXES if mesh.size(axis) > 1}
     has_kernel = has_varlen_attention(mesh.device.type)
     precisions = ["float32", *(["bfloat16"] if has_kernel and dtype == "bfloat16" else [])]
-    key = trial_key(model.inner.config, type(model), sizes, config.parallel, trains, precisions)
+    facts = (type(model), sizes, config.parallel, trains, precisions)
+    key = architecture_key(model.inner.config, *facts)
     if not sizes or key in _proven:
         return
     cut = ", ".join(f"actor.parallel.{axis}={size}" for axis, size in sizes.items())

@@ -51,6 +51,13 @@ def class_of(config: PretrainedConfig, *, scalar: bool = False) -> type[PreTrain
     return found[0] if isinstance(found, tuple) else found
 
 
+def architecture_key(config: PretrainedConfig, *facts: object) -> str:
+    """Return what tells an architecture from others, wherever its weights are, and further facts
+    about it."""
+    known = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
+    return repr((sorted(known.items()), *facts))
+
+
 def check_scalar(config: PretrainedConfig, who: str) -> None:
     """Refuse a model that has no class with a scalar head.
 

@@ -32,7 +32,7 @@ from hybridrl.models.activation_checkpointing import (
     set_activation_checkpointing,
 )
 from hybridrl.models.hidden_matrices import list_hidden_matrices
-from hybridrl.models.language_model import build_language_model, decoder_of
+from hybridrl.models.language_model import architecture_key, build_language_model, decoder_of
 from hybridrl.models.lora import add_adapters, find_frozen_linears
 from hybridrl.models.tensor_plan import read_tensor_plan
 from hybridrl.models.token_bytes import (
@@ -191,8 +191,7 @@ def compute_model_shape(
             model's plan cuts whole layers.
     """
     lora = lora if lora and lora.rank else None
-    known = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
-    key = repr((sorted(known.items()), dtype, tp, scalar, checkpointing, lora, splits_tokens))
+    key = architecture_key(config, dtype, tp, scalar, checkpointing, lora, splits_tokens)
     if key not in _counted:
         try:
             _counted[key] = _count(

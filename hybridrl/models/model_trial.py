@@ -22,13 +22,6 @@ MOST_PARAMETERS = 50_000_000
 """A copy with more would cost seconds."""
 
 
-def trial_key(config: PretrainedConfig, *facts: object) -> str:
-    """Return what a trial's outcome depends on: an architecture, wherever its weights are, and
-    further facts."""
-    known = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
-    return repr((sorted(known.items()), *facts))
-
-
 @contextmanager
 def trial_seed() -> Iterator[None]:
     """Make random numbers the same for every trial inside the block; those of the process stay."""

@@ -17,8 +17,8 @@ import torch
 from transformers import PretrainedConfig
 
 from hybridrl.errors import ConfigError
-from hybridrl.models.language_model import check_scalar
-from hybridrl.models.model_trial import TOLERANCE, ModelTrial, trial_key, trial_seed
+from hybridrl.models.language_model import architecture_key, check_scalar
+from hybridrl.models.model_trial import TOLERANCE, ModelTrial, trial_seed
 from hybridrl.models.packed_models import CausalPolicy, ScalarModel
 from hybridrl.models.packed_samples import PackedSamples, SampleLayout
 
@@ -42,7 +42,7 @@ def resolve_sample_layout(
     Raises:
         ConfigError: in either way its log-probabilities, or values, would be wrong.
     """
-    key = trial_key(config, scalar)
+    key = architecture_key(config, scalar)
     if key not in _admitted:
         _admitted[key] = _tried(config, path, scalar)
     return _admitted[key]

@@ -14,9 +14,9 @@ from transformers.cache_utils import Cache, DynamicCache
 from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
 from hybridrl.errors import ConfigError
 from hybridrl.layout.boxes import full_box
-from hybridrl.models.language_model import decoder_of
+from hybridrl.models.language_model import architecture_key, decoder_of
 from hybridrl.models.model_loading import open_model
-from hybridrl.models.model_trial import TOLERANCE, ModelTrial, trial_key, trial_seed
+from hybridrl.models.model_trial import TOLERANCE, ModelTrial, trial_seed
 from hybridrl.models.stored_tensors import StoredTensor, find_stored_tensors
 from hybridrl.quantization.low_bit_linear import (
     LowBitLinear,
@@ -170,7 +170,7 @@ def check_decoder_stages(config: PretrainedConfig, setting: str, path: str) -> N
         ConfigError: begins with `setting`.
     """
     check_linear_layers(config, setting, path, "Set rollout=vllm.")
-    if (key := trial_key(config)) not in _odd:
+    if (key := architecture_key(config)) not in _odd:
         _odd[key] = _tried(config)
     if found := _odd[key]:
         raise ConfigError(
