@@ -150,12 +150,10 @@ def _is_blank(buffer: torch.Tensor, blank: torch.Tensor) -> bool:
 
 
 def _read_head(model: PreTrainedModel, files: TensorReader) -> None:
-    head = torch.empty(model.score.weight.shape)
-    model.score.weight = nn.Parameter(head)
+    head = torch.zeros(model.score.weight.shape)
     if files.shapes.get(_SCALAR_HEAD_WEIGHT) == tuple(head.shape):
-        files.read(_SCALAR_HEAD_WEIGHT, tuple((0, size) for size in head.shape), head)
-        return
-    nn.init.zeros_(model.score.weight)
+        files.read(_SCALAR_HEAD_WEIGHT, full_box(head.shape), head)
+    model.score.weight = nn.Parameter(head)
 
 
 def _read_generation_config(model: PreTrainedModel, path: str) -> None:
