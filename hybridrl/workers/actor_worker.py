@@ -365,19 +365,16 @@ class ActorWorker(TrainedModelWorker):
             method: Of the sync; None: as is set.
         """
         with self.phase("sync"):
-            parcels, numbers, total = self._channel.pack(method)
+            packed = self._channel.pack(method)
         report_weights_sent(self, self._channel.cost)
-        table = PartialTable(parcels, np.asarray(numbers, dtype=np.int64), total)
-        return table  # type: ignore[return-value]
+        return _make_parcel_table(*packed)
 
     @transfer(THREE_D_ALL_MICRO_DP)
     def pack_whole_weights(self) -> Batch:
         """Pack the weights of the last `pack_weights` in full, without differences, for a generator
         that cannot apply these."""
         with self.phase("sync"):
-            parcels, numbers, total = self._channel.pack_whole()
-        table = PartialTable(parcels, np.asarray(numbers, dtype=np.int64), total)
-        return table  # type: ignore[return-value]
+            return _make_parcel_table(*self._channel.pack_whole())
 
     def counters(self) -> dict[str, int]:
         return {"policy_version": self._engine.policy_version}
@@ -414,6 +411,11 @@ class ActorWorker(TrainedModelWorker):
         super().close()
         if self._engine.rollout is not None:
             self._engine.rollout.close()
+
+
+def _make_parcel_table(parcels: Batch, numbers: range, total: int) -> Batch:
+    table = PartialTable(parcels, np.asarray(numbers, dtype=np.int64), total)
+    return table  # type: ignore[return-value]
 
 
 def _supervised_loss(outputs, columns, segments) -> TokenLoss:  # type: ignore[no-untyped-def]
