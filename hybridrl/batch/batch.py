@@ -11,14 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
@@ -299,15 +297,6 @@ class Batch:
         """Return one dictionary per row with the columns that user functions get: all but the
         library's own (`LIBRARY_COLUMNS`)."""
         return _rows_of(self.table.select(list(filter(is_user_column, self.columns))))
-
-    def write_parquet(self, path: Path) -> None:
-        """Write the rows as they are; pandas, polars and DuckDB read the file."""
-        pq.write_table(self.table, path)
-
-    @classmethod
-    def read_parquet(cls, path: Path) -> Batch:
-        """Read a file that `write_parquet` wrote."""
-        return cls(pq.read_table(path))
 
 
 def _rows_of(table: pa.Table) -> list[dict[str, Any]]:

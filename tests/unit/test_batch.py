@@ -229,22 +229,6 @@ def test_pickling_a_whole_batch_copies_nothing():
     assert pickle.loads(data, buffers=buffers)["ids"].values.data_ptr() == ids.data_ptr()
 
 
-@pytest.mark.parametrize("rows", [0, 1, 5])
-def test_parquet(rows, tmp_path):
-    batch = (
-        numbered(9)
-        .slice(2, 2 + rows)
-        .with_columns(
-            {"scores": torch.arange(float(rows)), "mask": torch.ones(rows, dtype=torch.bool)}
-        )
-    )
-    batch.write_parquet(tmp_path / "rows.parquet")
-    read = Batch.read_parquet(tmp_path / "rows.parquet")
-    assert read.table.schema.equals(batch.table.schema)
-    assert read.to_pylist() == batch.to_pylist()
-    assert read["ids"].lengths.tolist() == batch["ids"].lengths.tolist()
-
-
 def test_an_unknown_column_is_named_with_the_nearest():
     with pytest.raises(DataError, match=r"no column `idz`; it has ids, number, text\. .*`ids`\?"):
         numbered(2)["idz"]
@@ -376,7 +360,7 @@ def test_what_cannot_be_a_column_is_named(column):
 def test_lists_of_numbers_from_files_are_ragged(kind, tmp_path):
     table = pa.table({"ids": pa.array([[1, 2], [3, 4], [5, 6]], type=kind)})
     pq.write_table(table, tmp_path / "rows.parquet")
-    for batch in (Batch(table), Batch.read_parquet(tmp_path / "rows.parquet")):
+    for batch in (Batch(table), Batch(pq.read_table(tmp_path / "rows.parquet"))):
         part = batch.slice(1, 3)
         assert part["ids"].rows()[1].tolist() == [5, 6] and part["ids"].cu_seqlens[0] == 0
         assert part.lengths("ids").tolist() == [2, 2]
