@@ -24,10 +24,15 @@ OVERLAPS = [
 ]
 
 
+def line(alpha, rate):
+    """`alpha` seconds plus one for each `rate` values."""
+    return CostCurve(((0.0, alpha), (1.0, alpha + 1 / rate)))
+
+
 def way(name, codec=0.0, link=1e6, alpha=0.0):
     """`codec` seconds for a million values, `link` values a second."""
-    costs = ZERO_COST if not codec else CostCurve.of(alpha, 1e6 / codec)
-    return MethodCost(name, (HopCost(1.0, costs, CostCurve.of(alpha, link)),))
+    costs = ZERO_COST if not codec else line(alpha, 1e6 / codec)
+    return MethodCost(name, (HopCost(1.0, costs, line(alpha, link)),))
 
 
 def random_case(seed):

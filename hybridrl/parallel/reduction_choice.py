@@ -44,11 +44,6 @@ class CostCurve:
 
     points: tuple[tuple[float, float], ...]
 
-    @classmethod
-    def of(cls, alpha: float, rate: float) -> CostCurve:
-        """Build the curve of `alpha` seconds plus one second for each `rate` values."""
-        return cls(((0.0, alpha), (1.0, alpha + 1 / rate)))
-
     def __call__(self, values: float) -> float:
         """Return the seconds for this many values, at least 0."""
         last = len(self.points) - 2

@@ -5,7 +5,7 @@ import math
 from dataclasses import asdict
 
 import pytest
-from choice_cases import least, random_case, way
+from choice_cases import least, line, random_case, way
 
 from hybridrl.errors import ConfigError
 from hybridrl.parallel.reduction_choice import (
@@ -91,7 +91,7 @@ def test_small_units_may_go_as_they_are_beside_large_ones():
 
 
 def test_hops_add_up_each_with_its_share():
-    codec, link = CostCurve.of(0.1, 1e6), CostCurve.of(0.0, 1e7)
+    codec, link = line(0.1, 1e6), line(0.0, 1e7)
     two = MethodCost("int8+int4", (HopCost(1.0, codec, link), HopCost(0.25, codec, link)))
     assert two.codec(4e6) == pytest.approx(0.1 + 4 + 0.1 + 1)
     assert two.link(4e6) == pytest.approx(0.4 + 0.1)

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from choice_cases import line
 
 from hybridrl.parallel import measured_reduction as measured_sums
 from hybridrl.parallel.measured_reduction import (
@@ -16,7 +17,6 @@ from hybridrl.parallel.reduction_choice import (
     FULL_REDUCTION,
     STREAM_OVERLAP,
     ZERO_COST,
-    CostCurve,
     GradientBucket,
     HopCost,
     MethodCost,
@@ -41,10 +41,10 @@ class Unit:
 
 def ways(rate):
     """`full` at a million values a second times `rate`, and 8 bits, which have to be encoded."""
-    full = HopCost(1.0, ZERO_COST, CostCurve.of(0.0, 1e6 * rate))
+    full = HopCost(1.0, ZERO_COST, line(0.0, 1e6 * rate))
     return [
         MethodCost(FULL_REDUCTION, (full,)),
-        MethodCost("int8", (HopCost(1.0, CostCurve.of(0.0, 1e7), CostCurve.of(0.0, 4e6 * rate)),)),
+        MethodCost("int8", (HopCost(1.0, line(0.0, 1e7), line(0.0, 4e6 * rate)),)),
     ]
 
 
