@@ -20,7 +20,7 @@ from hybridrl.models.model_loading import open_feature_model, open_model
 from hybridrl.models.packed_models import CausalPolicy, FeatureModel, PackedModel, ScalarModel
 from hybridrl.models.packing_trial import resolve_sample_layout
 from hybridrl.parallel.process_group import ParallelMesh, join_group_world
-from hybridrl.quantization.low_bit_scoring import LowBitScoring
+from hybridrl.quantization.low_bit_linear import LowBitScoring
 from hybridrl.quantization.nf4_base import quantize_base
 from hybridrl.system.dtypes import DTYPES
 from hybridrl.systems.low_bits.low_bit_training import enable_low_bit_training

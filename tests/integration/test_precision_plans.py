@@ -14,7 +14,7 @@ from hybridrl.job.config_resolution import load_config
 from hybridrl.job.job import Job
 from hybridrl.layout.rank_mesh import RankMesh
 from hybridrl.parallel.process_group import ParallelMesh
-from hybridrl.quantization.low_bit_scoring import LowBitScoring
+from hybridrl.quantization.low_bit_linear import LowBitScoring
 from hybridrl.run import loop
 from hybridrl.systems.low_bits.low_bit_training import enable_low_bit_training
 from hybridrl.systems.low_bits.precision_plan import (
