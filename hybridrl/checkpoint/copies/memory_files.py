@@ -178,7 +178,6 @@ class KeeperUpload:
     def __init__(self, files: KeeperFileSystem, holders: Sequence[Any], path: str) -> None:
         self._files, self._holders, self._path = files, holders, path
         self._begun, self._sent = bytearray(), 0
-        self.closed = False
 
     def write(self, content: bytes | memoryview) -> None:
         """Send content in large parts; less is kept until there is enough."""
@@ -190,7 +189,6 @@ class KeeperUpload:
         """Send the rest of the content."""
         if self._begun or not self._sent:
             self._send()
-        self.closed = True
 
     def commit(self) -> None:
         """Make the file readable in all keepers."""
