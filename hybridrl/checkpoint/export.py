@@ -54,8 +54,19 @@ def export_model(source: Location, files: list[str], target: Path, dtype: str, m
                     text = json.dumps(with_dtype(json.loads(text), dtype), indent=2) + "\n"
                 write_atomically(target / name, text.encode())
         numbers = load_object(source / NUMBERS)
+        # Of which the precision stays as it is.
         carried = {name: tensors.dtypes[name] for name in numbers.get(CARRIED, ())}
-        _write(tensors, target, stem, DTYPES[dtype], most, carried)
+
+        @lru_cache(maxsize=1)
+        def read(name: str) -> Tensor:
+            tensor = torch.empty(tensors.shapes[name], dtype=carried.get(name, torch.float32))
+            tensors.read(name, full_box(tensor.shape), tensor)
+            return tensor
+
+        shapes = {name: tuple(shape) for name, shape in tensors.shapes.items()}
+        held = {name: make_local_pieces(name, full_box(shape)) for name, shape in shapes.items()}
+        layout = TensorLayout(shapes, {0: held})
+        write_tensors(target, layout, 0, read, DTYPES[dtype], None, most, stem, carried)
     return sum(path.stat().st_size for path in target.glob(f"{stem}*.safetensors"))
 
 
@@ -82,31 +93,4 @@ def _weights(folder: Location) -> tuple[TensorReader, str]:
     raise ConfigError(
         f"{folder} holds parameters in another form than transformers stores them in. Resume the "
         "run with trainer.steps at this step: it leaves the model in its model/."
-    )
-
-
-def _write(
-    tensors: TensorReader,
-    target: Path,
-    stem: str,
-    dtype: torch.dtype,
-    most: int,
-    carried: Mapping[str, torch.dtype],
-) -> None:
-    """Write all tensors.
-
-    Args:
-        carried: Precisions of tensors that stay as they are.
-    """
-
-    @lru_cache(maxsize=1)
-    def read(name: str) -> Tensor:
-        tensor = torch.empty(tensors.shapes[name], dtype=carried.get(name, torch.float32))
-        tensors.read(name, full_box(tensor.shape), tensor)
-        return tensor
-
-    shapes = {name: tuple(shape) for name, shape in tensors.shapes.items()}
-    mine = {name: make_local_pieces(name, full_box(shape)) for name, shape in shapes.items()}
-    write_tensors(
-        target, TensorLayout(shapes, {0: mine}), 0, read, dtype, None, most, stem, carried
     )
