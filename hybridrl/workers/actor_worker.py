@@ -380,10 +380,9 @@ class ActorWorker(TrainedModelWorker):
         return {"policy_version": self._engine.policy_version}
 
     def beside(self) -> dict[str, Mapping[str, Any]]:
-        generates = self._engine.rollout is not None
-        return (
-            {GENERATION_COUNT_FILE: {"generations": self._seeds.generations}} if generates else {}
-        )
+        if self._engine.rollout is None:
+            return {}
+        return {GENERATION_COUNT_FILE: {"generations": self._seeds.generations}}
 
     @transfer(ONE_TO_ALL)
     def load_state(self, folder: str) -> None:

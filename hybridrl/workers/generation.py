@@ -50,22 +50,18 @@ placement."""
 
 def list_optional_columns(keywords: Mapping[str, Any]) -> Sequence[str]:
     """Return the further columns that a generation makes in workers built with these keywords."""
-    rollout, found = keywords["rollout"], []
-    if has_branches(keywords):
+    rollout, branches, found = keywords["rollout"], has_branches(keywords), []
+    if branches:
         found += ["prompt_ids", "branches", *_BRANCH_COLUMNS, "environment/*"]
     if found or rollout.episode is not None:
         found += ["turn", "turns", "turn_rewards", "episode_rewards"]
     if rollout.routing_replay:
         found.append(ROUTED_EXPERTS)
     if restricts_sampling(rollout):
-        found += [KEPT_SETS, *([f"branch_{KEPT_SETS}"] if has_branches(keywords) else [])]
-    if not keywords.get("in_flight") and rollout.partial is None:
-        return found
-    return [
-        *found,
-        "token_versions",
-        *(["branch_token_versions"] if has_branches(keywords) else []),
-    ]
+        found += [KEPT_SETS, *([f"branch_{KEPT_SETS}"] if branches else [])]
+    if keywords.get("in_flight") or rollout.partial is not None:
+        found += ["token_versions", *(["branch_token_versions"] if branches else [])]
+    return found
 
 
 def list_continued_columns(keywords: Mapping[str, Any]) -> Sequence[str]:

@@ -210,21 +210,16 @@ class LLMJudge:
     def _by_criteria(self, rows: Sequence[Mapping[str, Any]]) -> list[float]:
         """Grade each row by its rubric, with one request for each criterion."""
         column, scale = self._config.rubric_column, self._config.scale
-        rubrics = [
-            self._rubric or []
-            if column is None
-            else read_row_rubric(row, column, self._setting / "rubric_column")
-            for row in rows
+        rubrics = [self._rubric or []] * len(rows)
+        if column is not None:
+            setting = self._setting / "rubric_column"
+            rubrics = [read_row_rubric(row, column, setting) for row in rows]
+        requests = [
+            {**row, "criterion": criterion.text}
+            for row, rubric in zip(rows, rubrics, strict=True)
+            for criterion in rubric
         ]
-        texts = iter(
-            self._asked(
-                [
-                    {**row, "criterion": criterion.text}
-                    for row, rubric in zip(rows, rubrics, strict=True)
-                    for criterion in rubric
-                ]
-            )
-        )
+        texts = iter(self._asked(requests))
         return [
             rubric_score(rubric, [parse_grade(next(texts), self.pattern, scale) for _ in rubric])
             for rubric in rubrics
@@ -238,13 +233,10 @@ class LLMJudge:
         grades = [0.5] * len(rows)
         together = group_neighbors(range(len(rows)) if groups is None else groups)
         orders = [_shuffle_by_content(members, rows) for members in together if len(members) > 1]
-        texts = self._asked(
-            [_format_ranking_request([rows[row] for row in order]) for order in orders]
-        )
-        for order, text in zip(orders, texts, strict=True):
-            for row, grade in zip(
-                order, parse_ranking(text, self.pattern, len(order)), strict=True
-            ):
+        requests = [_format_ranking_request([rows[row] for row in order]) for order in orders]
+        for order, text in zip(orders, self._asked(requests), strict=True):
+            ranked = parse_ranking(text, self.pattern, len(order))
+            for row, grade in zip(order, ranked, strict=True):
                 grades[row] = grade
         return grades
 

@@ -70,12 +70,8 @@ def _is_reward_input(column: str) -> bool:
 
 def _list_returned_columns(built: Mapping[str, Any]) -> list[str]:
     outcomes = [OUTCOMES] if built["kind"] == "reward" else []
-    return [
-        "response",
-        SCORE_COLUMN[built["kind"]],
-        *outcomes,
-        *(STEP_COLUMNS if built.get("steps") else ()),
-    ]
+    steps = STEP_COLUMNS if built.get("steps") else ()
+    return ["response", SCORE_COLUMN[built["kind"]], *outcomes, *steps]
 
 
 def _list_optional_columns(built: Mapping[str, Any]) -> list[str]:
@@ -265,11 +261,8 @@ class RewardWorker(ModelWorker):
             bounds = torch.tensor([0, *map(len, steps)]).cumsum(0)
             ends = torch.tensor([end for row in steps for end, _ in row], dtype=torch.int64)
             rewards = torch.tensor([r for row in steps for _, r in row], dtype=torch.float32)
-            found |= zip(
-                STEP_COLUMNS,
-                (RaggedColumn(ends, bounds), RaggedColumn(rewards, bounds)),
-                strict=True,
-            )
+            told = RaggedColumn(ends, bounds), RaggedColumn(rewards, bounds)
+            found |= zip(STEP_COLUMNS, told, strict=True)
         return Batch.from_columns(found | columns)
 
     def _in_tokens(self, steps: StepRewards, ids: list[int]) -> StepRewards:
