@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from hybridrl.errors import DataError
 from hybridrl.models.language_model import attention_of, decoder_of
-from hybridrl.models.log_probs import LogitScale, soft_cap_of
+from hybridrl.models.log_probs import LogitScale, soft_cap_of, split_tokens
 from hybridrl.models.packed_attention import PACKED_ATTENTION
 from hybridrl.models.packed_samples import PackingMetadata
 from hybridrl.quantization.low_bit_linear import (
@@ -41,7 +41,6 @@ from hybridrl.quantization.low_bit_linear import (
     temporary_layer_bits,
 )
 from hybridrl.quantization.rounded_matrix import INT8, LARGEST
-from hybridrl.system.device_traits import logits_per_chunk
 
 LARGEST_BYTE = int(LARGEST[INT8])
 
@@ -99,13 +98,9 @@ def token_kl(
         low = [_hidden(model, ids) for ids in filter(len, samples)]
     total = 0.0
     for states, others in zip(low, wholes, strict=True):
-        size = max(
-            1, logits_per_chunk(states.device.type) // model.config.get_text_config().vocab_size
-        )
-        for part, other in zip(states.split(size), others.split(size), strict=True):
-            total += float(
-                token_kl_divergence(_log_probs(model, part), _log_probs(model, other)).sum()
-            )
+        for chunk in split_tokens(states, model.get_output_embeddings().weight):
+            p, q = (_log_probs(model, part[chunk]) for part in (states, others))
+            total += float(token_kl_divergence(p, q).sum())
     return total / tokens
 
 
