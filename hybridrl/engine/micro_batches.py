@@ -123,9 +123,8 @@ class TokenColumns(Mapping[str, Tensor]):
         return self._columns[name]
 
     def __contains__(self, name: object) -> bool:
-        if (
-            name in self._unfit and name in _COLUMN_SOURCES
-        ):  # leaving it out would change what is learned
+        # Leaving it out would change what is learned.
+        if name in self._unfit and name in _COLUMN_SOURCES:
             raise self._missing(str(name))
         return name in self._columns
 

@@ -108,6 +108,8 @@ def _differences(
     )
     ours = trial.model
     copy = ScalarModel(ours, "before", model.rows) if is_scalar else CausalPolicy(ours, model.rows)
+    # What they lose in fewer bits is no cut's fault.
+    exact = replace(config.parallel, gradients="full", weights="full")
     settings = replace(
         config,
         **{"tokens_per_microbatch": sum(_SAMPLE_LENGTHS), "lora": LoraAdapterConfig()},
@@ -115,9 +117,7 @@ def _differences(
         offload_between_calls=False,
         compile="false",  # it would take longer than the trial
         router_loss_weight=0.0,
-        parallel=replace(
-            config.parallel, gradients="full", weights="full"
-        ),  # what they lose is no cut's fault
+        parallel=exact,
     )
     engine = TrainEngine(copy.requires_grad_(trains), mesh, mesh.device, dtype, settings)
     batch, name, is_exact = trial.batch(), model.OUTPUTS[0], dtype == "float32"

@@ -351,9 +351,8 @@ class TrainEngine(ShardedModel):
             routing.count(self.device)
             with torch.no_grad():
                 self._score(samples, lambda *_: None, options)
-            routing.keep_balance(
-                compute_router_penalties(self._of_all(routing), routing.chosen, weight)
-            )
+            counts = self._of_all(routing)
+            routing.keep_balance(compute_router_penalties(counts, routing.chosen, weight))
         routing.count(self.device)
 
     def _routed(self) -> dict[str, float]:

@@ -126,9 +126,8 @@ def check_lora_targets(config: PretrainedConfig, settings: LoraAdapterConfig) ->
     """
     is_whole = settings.base_format == FULL_FORMAT
     is_usual = settings.targets == _ALL_LINEAR and settings.path is None and is_whole
-    if (
-        settings.rank is None or is_usual or importlib.util.find_spec("peft") is None
-    ):  # which is told elsewhere
+    # That peft is missing is told elsewhere.
+    if settings.rank is None or is_usual or importlib.util.find_spec("peft") is None:
         return
     try:
         with torch.device("meta"):

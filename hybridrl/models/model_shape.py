@@ -241,17 +241,15 @@ def _count(
     tied = head is embedding
     known = _counts([embedding] if tied else [embedding, head])
     written, touched = measure_product_bytes(shallow, deep, depths)
-    if checkpointing != NO_CHECKPOINTING:
-        for few in (shallow, deep):
-            set_activation_checkpointing(
-                few, FULL_CHECKPOINTING if checkpointing == OFFLOAD_CHECKPOINTING else checkpointing
-            )
+    on_host = checkpointing == OFFLOAD_CHECKPOINTING
+    for few in (shallow, deep):
+        set_activation_checkpointing(few, FULL_CHECKPOINTING if on_host else checkpointing)
     size = DTYPES[dtype].itemsize
     share = item / size
     is_rounded = lora is not None and lora.base_format == NF4_FORMAT
     rounded = [linear.weight for linear in find_frozen_linears(model)] if is_rounded else []
     training = measure_token_bytes(shallow, deep, depths, trains=True)
-    if checkpointing == OFFLOAD_CHECKPOINTING:  # which are on the host
+    if on_host:
         training = training.without(states)
     types = getattr(text, "layer_types", None) or ()
     attends = 1 - sum(kind in WITHOUT_CACHE for kind in types) / number

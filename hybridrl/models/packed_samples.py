@@ -233,10 +233,9 @@ class PackedSamples:
         for places in (prompt_places, response_places):
             real.index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
         routes = _routes(batch, starts, len(tokens)) if ROUTED_EXPERTS in batch.columns else None
+        count = 1 if rows is SampleLayout.PACKED else len(starts) or 1
         return cls(
-            input_ids=tokens.view(1 if rows is SampleLayout.PACKED else len(starts) or 1, -1).to(
-                device
-            ),
+            input_ids=tokens.view(count, -1).to(device),
             packing=PackingMetadata.of(bounds, device, real, routes, trees),
             predictors=predictors.to(device),
             places=response_places.to(device),

@@ -85,9 +85,8 @@ class TrainingPipeline:
             reduce_once: Sharded gradients are reduced after the last micro-batch only.
             options: Of the model's forward.
         """
-        actions = build_schedule(self.ranks, self.chunks, len(micro_batches), training=True)[
-            self.rank
-        ]
+        schedule = build_schedule(self.ranks, self.chunks, len(micro_batches), training=True)
+        actions = schedule[self.rank]
         run = PipelineRun(self.group, model, micro_batches, loss, options)
         last = max(n for n, action in enumerate(actions) if action.kind is ActionKind.BACKWARD)
         for number, action in enumerate(actions):

@@ -47,9 +47,8 @@ def encode_sparse_delta(old: Tensor, new: Tensor) -> Tensor:
     wide_type, narrow_type = INTEGER_DTYPES[new.itemsize]
     if old.numel() != new.numel():
         raise ValueError(f"{old.numel()} values do not become {new.numel()}.")
-    differences = new.view(wide_type) - old.view(
-        wide_type
-    )  # wraps, and so does `decode_sparse_delta`
+    # It wraps, and so does `decode_sparse_delta`.
+    differences = new.view(wide_type) - old.view(wide_type)
     is_changed = differences != 0
     places = is_changed.nonzero().flatten()
     differences = differences[places]

@@ -43,10 +43,8 @@ class SyncMethodChoice:
         is_exact = setting in (AUTO_SYNC, FULL_SYNC, DELTA_SYNC)
         self._refresh = 0 if is_exact else refresh
         self._decided = None if self._is_auto else setting
-        self._ahead: list[str] = [
-            FULL_SYNC,
-            DELTA_SYNC,
-        ]  # the first difference needs values to differ from
+        # The first difference needs values to differ from.
+        self._ahead = [FULL_SYNC, DELTA_SYNC]
         self._seconds: dict[str, list[float]] = {FULL_SYNC: [], DELTA_SYNC: [], PLAIN_SYNC: []}
         self._choice = MeasuredChoice(_SLOW_SYNCS)
         self._syncs = 0

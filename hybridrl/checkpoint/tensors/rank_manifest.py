@@ -268,8 +268,7 @@ def crc32_of(file: Location, ranges: Iterable[tuple[int, int]]) -> int:
 def _box(read: Any) -> WrittenBox:
     read["shape"], read["box"] = tuple(read["shape"]), tuple(map(tuple, read["box"]))
     found = WrittenBox(**read)
-    if found.dtype not in DTYPE_BYTES or [len(side) for side in found.box] != [2] * len(
-        found.shape
-    ):
+    sides = [len(side) for side in found.box]
+    if found.dtype not in DTYPE_BYTES or sides != [2] * len(found.shape):
         raise KeyError(f"`{found.tensor}`")
     return found
