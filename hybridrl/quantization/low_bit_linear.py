@@ -153,21 +153,21 @@ def find_linear_layers(layer: nn.Module) -> dict[str, nn.Linear]:
     return {name: m for name, m in layer.named_modules() if type(m) is nn.Linear}
 
 
-def check_layer_bits(bits: Mapping[int, int], layers: int, who: str = "The plan") -> None:
+def check_layer_bits(bits: Mapping[int, int], layers: int) -> None:
     """Refuse bits without a kernel, and layers that the model does not have.
 
     Raises:
-        ConfigError: begins with `who`.
+        ConfigError: names the layer.
     """
     for layer, number in bits.items():
         if not 0 <= layer < layers:
             raise ConfigError(
-                f"{who} has bits for layer {layer}, and the model has layers 0 to {layers - 1}. "
+                f"The plan has bits for layer {layer}, and the model has layers 0 to {layers - 1}. "
                 "Make the plan again for this model."
             )
         if number not in BITS:
             raise ConfigError(
-                f"{who} wants layer {layer} in {number} bits: there are "
+                f"The plan wants layer {layer} in {number} bits: there are "
                 f"{', '.join(map(str, BITS))}."
             )
 

@@ -230,7 +230,7 @@ class GeneratorWorker(ModelWorker):
     def _claim(self, generation: int, queue: int) -> int:
         """Return the next number of a queue that no replica has; see `ReplicaShare`."""
         number = 0
-        if self._leads:
+        if self.coordinates()["rollout_tp"].index == 0:
             assert self._world is not None
             store = process_group.find_store(self._world)
             number = store.add(f"claimed/{generation}/{queue}", 1) - 1
@@ -243,7 +243,3 @@ class GeneratorWorker(ModelWorker):
         said = torch.tensor([int(number)])
         dist.broadcast(said, group=self._peers, group_src=0)
         return int(said)
-
-    @property
-    def _leads(self) -> bool:
-        return self.coordinates()["rollout_tp"].index == 0

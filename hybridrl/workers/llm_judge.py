@@ -244,7 +244,8 @@ class LLMJudge:
         """Return what the judge writes to each request; empty where the request is too long for
         it."""
         prompts = [self._encode(parts) for parts in requests]
-        fits = [n for n, ids in enumerate(prompts) if len(ids) <= self._longest_prompt]
+        longest = self._context_length - self._config.max_tokens
+        fits = [n for n, ids in enumerate(prompts) if len(ids) <= longest]
         written = [""] * len(requests)
         found, unknown = dict[int, bytes](), [[place] for place in range(len(fits))]
         if self._cache is not None:  # it never samples, so equal requests have equal answers
@@ -268,10 +269,6 @@ class LLMJudge:
     def close(self) -> None:
         """Close the engine."""
         self._engine.close()
-
-    @property
-    def _longest_prompt(self) -> int:
-        return self._context_length - self._config.max_tokens
 
     def _encode(self, row: Mapping[str, Any]) -> torch.Tensor:
         known = {"answer": "", **{name: str(value) for name, value in row.items()}}
