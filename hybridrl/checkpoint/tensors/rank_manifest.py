@@ -223,9 +223,9 @@ def find_missing_data(folder: Location, lists: Sequence[RankManifest]) -> str:
     for one in lists:
         for box in one.boxes:
             written[box.file] += box.size
-    sizes = list_file_sizes(folder)
-    for file, header in {**headers, **list_written_files(lists)}.items():
-        found = sizes.get(file, 0) if file in list_written_files(lists) else header.length
+    sizes, files = list_file_sizes(folder), list_written_files(lists)
+    for file, header in {**headers, **files}.items():
+        found = sizes.get(file, 0) if file in files else header.length
         listed = written.get(file, header.length)
         if not listed == found == header.length:
             return (
