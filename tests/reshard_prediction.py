@@ -58,7 +58,7 @@ def reshard_in_process(plan, reads, writes, dtype, bucket_bytes=None):
     """Copy values from tensor to tensor, without a buffer unless they must be cast.
 
     Args:
-        reads, writes: By rank; see `weights.collective_reshard.Reshard`.
+        reads, writes: By rank; see `weights.collective_reshard.CollectiveReshard`.
         bucket_bytes: Four times the most memory for a cast; None: what suits CPUs.
 
     Returns:

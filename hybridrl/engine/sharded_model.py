@@ -120,7 +120,7 @@ class ShardedModel:
             self._began = {name: part.clone() for name, part in self._adapter_parts().items()}
 
     def stored_form(self) -> StorageFormat | None:
-        """The form in which the model is saved; see `stored_names.stored_form`. Collective when
+        """The form in which the model is saved; see `find_storage_format`. Collective when
         first asked."""
         return find_storage_format(self.model.inner, self.layout().shapes, self.source)
 

@@ -2,10 +2,10 @@
 
 Every rank starts with its own keys and values and passes on what it has; the transfer runs while
 the block at hand is computed. Outputs of blocks are merged by their `lse`. Only visible blocks are
-computed (see `Block.between`), which the zigzag makes even work at every step. Forward keeps the
-rank's own queries, keys, values, its output and `lse`; backward sends keys and values around once
-more, and after each of them the gradient that the ranks on its way have added up, which so comes
-home.
+computed (see `AttentionBlock.between`), which the zigzag makes even work at every step. Forward
+keeps the rank's own queries, keys, values, its output and `lse`; backward sends keys and values
+around once more, and after each of them the gradient that the ranks on its way have added up, which
+so comes home.
 
 Bytes sent by the ranks of a ring of N together, for T tokens, with K key-value heads of size D in
 a type of b bytes:

@@ -1,8 +1,9 @@
 """Execution of a plan between groups by encoded messages, each as large as its differences need.
 
-As `Reshard`, in rounds of one all-to-all, but what a rank sends the same receivers in a round is a
-message of `weights.weight_message`: its ends keep a record of what it brought before. Headers with
-the sizes go first, among CPUs. A receiver that cannot use a message asks for its values whole.
+As `CollectiveReshard`, in rounds of one all-to-all, but what a rank sends the same receivers in a
+round is a message of `weights.weight_message`: its ends keep a record of what it brought before.
+Headers with the sizes go first, among CPUs. A receiver that cannot use a message asks for its
+values whole.
 """
 
 from __future__ import annotations
@@ -107,10 +108,10 @@ class EncodedReshard:
     """An executor of a plan between sending and receiving ranks of `group` that sends differences
     to recorded values.
 
-    Making and calling it are collective, as for `Reshard`.
+    Making and calling it are collective, as for `CollectiveReshard`.
 
     Args:
-        plan, dtype, device, group, bucket_bytes: As `Reshard`'s.
+        plan, dtype, device, group, bucket_bytes: As `CollectiveReshard`'s.
 
     Raises:
         LayoutError: if a rank would copy to itself.
@@ -130,7 +131,7 @@ class EncodedReshard:
         if mine.copies:
             raise LayoutError(
                 f"The plan copies inside rank {self._rank}: only what travels between ranks that "
-                "train and others that generate is sent as differences. Use Reshard."
+                "train and others that generate is sent as differences. Use CollectiveReshard."
             )
         bucket_bytes = default_bucket_bytes(device.type) if bucket_bytes is None else bucket_bytes
         room = compute_round_capacity(bucket_bytes, dtype)

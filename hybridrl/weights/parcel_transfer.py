@@ -1,6 +1,6 @@
 """Execution of a plan between groups that share no process group, by parcels that others carry.
 
-The plan is made of two layouts with different rank numbers (`Layout.shifted`). Senders make
+The plan is made of two layouts with different rank numbers (`TensorLayout.shifted`). Senders make
 parcels, anything that can carry bytes brings them - an object store, files - and receivers take
 them, in any order. What several receivers need is one parcel, for all of them to read.
 """

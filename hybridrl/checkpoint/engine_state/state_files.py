@@ -110,8 +110,8 @@ def read_local_state(
     engine: TrainEngine, weights: StorageFormat
 ) -> dict[str, Tensor | TensorInFiles | None]:
     """Return this rank's tensors: weights by parameter name, or by parts of a parameter where the
-    files have parts (`StoredForm.layout`), and moments. A parameter has no moments before its first
-    optimizer step, and if it never had a gradient."""
+    files have parts (`StorageFormat.layout`), and moments. A parameter has no moments before its
+    first optimizer step, and if it never had a gradient."""
     parameters = engine.local_parameters()
     found: dict[str, Tensor | TensorInFiles | None] = {**parameters, **weights.carried_tensors()}
     for name in {part.parameter for part in weights.parts if part.lacking}:
