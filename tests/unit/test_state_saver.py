@@ -106,8 +106,8 @@ def test_a_save_at_once_is_the_same_and_makes_no_copy(engine, mesh, tmp_path, mo
 
 
 def test_who_writes_what_is_worked_out_once(engine, tmp_path, monkeypatch):
-    calls, share = [], state_saver.assign_boxes
-    monkeypatch.setattr(state_saver, "assign_boxes", lambda *a: calls.append(a) or share(*a))
+    calls, plan = [], state_saver.plan_files
+    monkeypatch.setattr(state_saver, "plan_files", lambda *a: calls.append(a) or plan(*a))
     saver = EngineStateSaver(engine)
     for number in range(3):
         saver.start(tmp_path / f"{number}", {}, {})
