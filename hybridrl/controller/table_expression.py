@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from glob import escape
 from typing import Any, Generic, TypeVar
 
@@ -341,7 +341,7 @@ class SelectedTable(TableExpression):
             # The rows must be the same, whatever is read of them.
             by = {*TOKEN_COLUMNS, *filter(None, [self.choice.group_column])}
             names, found = wanted.names.union(by), wanted.found.difference(by)
-            wanted = RequestedColumns(names, wanted.others, found)
+            wanted = replace(wanted, names=names, found=found)
         needed = self.table.needed(wanted)
         return SelectedTable(needed, self.choice) if needed else None
 

@@ -436,6 +436,14 @@ def test_rows_balanced_by_tokens_are_the_same_whatever_is_read():
     ].tolist() == [0]
 
 
+def test_rows_balanced_by_tokens_have_the_columns_that_follow():
+    samples = shard_table(columns([9, 1, 1, 1], "prompt"), [[0, 1, 2, 3]], known=True)
+    numbers = shard_table(Batch.from_columns({"x": [0, 1, 2, 3]}), [[0, 1, 2, 3]], known=True)
+    half = (samples | numbers).split(2, "tokens")[0]
+    wanted = RequestedColumns(frozenset(["prompt_ids"]), following=frozenset(["x"]))
+    assert "x" in half.for_reading(wanted, "a test").read(WHOLE)[0].columns
+
+
 def test_a_column_that_no_call_makes_is_refused_at_once():
     batch = late(["prompt_ids", "scores"])
     with pytest.raises(DataError, match=r"^`actor.update` reads the column `score`, which"):
