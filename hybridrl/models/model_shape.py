@@ -39,6 +39,7 @@ from hybridrl.models.token_bytes import (
     META_ATTENTION,
     UNIFORM_LAYER_TYPES,
     TokenBytes,
+    find_row_tokens,
     measure_product_bytes,
     measure_token_bytes,
     split_tokens_between,
@@ -240,7 +241,8 @@ def _count(
     head = output.weight if hasattr(output, "weight") else next(output.parameters())
     tied = head is embedding
     known = _counts([embedding] if tied else [embedding, head])
-    written, touched = measure_product_bytes(shallow, deep, depths)
+    tokens = find_row_tokens(shallow, deep)
+    written, touched = measure_product_bytes(shallow, deep, depths, tokens)
     on_host = checkpointing == OFFLOAD_CHECKPOINTING
     for few in (shallow, deep):
         set_activation_checkpointing(few, FULL_CHECKPOINTING if on_host else checkpointing)
@@ -248,7 +250,7 @@ def _count(
     share = item / size
     is_rounded = lora is not None and lora.base_format == NF4_FORMAT
     rounded = [linear.weight for linear in find_frozen_linears(model)] if is_rounded else []
-    training = measure_token_bytes(shallow, deep, depths, trains=True)
+    training = measure_token_bytes(shallow, deep, depths, tokens, trains=True)
     if on_host:
         training = training.without(states)
     types = getattr(text, "layer_types", None) or ()
@@ -284,7 +286,7 @@ def _count(
         item=item,
         training=training.times(share),
         compiled=replace(training, per_layer=compiled).times(share),
-        scoring=measure_token_bytes(shallow, deep, depths, trains=False).times(share),
+        scoring=measure_token_bytes(shallow, deep, depths, tokens, trains=False).times(share),
     )
 
 

@@ -51,16 +51,33 @@ class TokenBytes:
         return self.per_layer * layers + self.fixed
 
 
+def find_row_tokens(shallow: PreTrainedModel, deep: PreTrainedModel) -> int:
+    """Return the length of the row that tells what grows with tokens.
+
+    Args:
+        shallow, deep: The model with few and with more layers, on the meta device.
+    """
+    kinds = getattr(deep.config.get_text_config(), "layer_types", None) or ()
+    few, more = (_run(shallow, n * MIN_ROW_TOKENS, trains=False).operations for n in (1, 2))
+    if few != more:
+        return MIN_ROW_TOKENS
+    return _LONG_ROW_TOKENS if set(kinds) <= UNIFORM_LAYER_TYPES else _SHORT_ROW_TOKENS
+
+
 def measure_token_bytes(
-    shallow: PreTrainedModel, deep: PreTrainedModel, depths: tuple[int, int], trains: bool
+    shallow: PreTrainedModel,
+    deep: PreTrainedModel,
+    depths: tuple[int, int],
+    tokens: int,
+    trains: bool,
 ) -> TokenBytes:
     """Measure the bytes that a token takes, by the difference of two models of different depth.
 
     Args:
         shallow, deep: The model with as many layers as `depths` says, on the meta device.
+        tokens: See `find_row_tokens`.
         trains: Also what is kept for the backward, and what that takes.
     """
-    tokens = _row_tokens(shallow, deep)
     if tokens != _LONG_ROW_TOKENS:
         for parameter in (*shallow.parameters(), *deep.parameters()):
             if parameter.requires_grad and trains:  # its gradient would be the larger part
@@ -75,15 +92,15 @@ def measure_token_bytes(
 
 
 def measure_product_bytes(
-    shallow: PreTrainedModel, deep: PreTrainedModel, depths: tuple[int, int]
+    shallow: PreTrainedModel, deep: PreTrainedModel, depths: tuple[int, int], tokens: int
 ) -> tuple[float, float]:
     """Measure the bytes of a token in a layer that matrix products write, and of those that they
     read or write. Attention is none of them.
 
     Args:
-        shallow, deep, depths: As in `measure_token_bytes`, without checkpointing.
+        shallow, deep, depths, tokens: As in `measure_token_bytes`, without checkpointing.
     """
-    tokens, found = _row_tokens(shallow, deep), []
+    found = []
     for model in (shallow, deep):
         one, two = (_products(model, n * tokens) for n in (1, 2))
         found.append([(more - few) / tokens for few, more in zip(one, two, strict=True)])
@@ -96,15 +113,6 @@ def _products(model: PreTrainedModel, tokens: int) -> tuple[int, int]:
         _forward(model, tokens)
     both = products.written | products.read
     return sum(map(len, products.written.values())), sum(map(len, both.values()))
-
-
-def _row_tokens(shallow: PreTrainedModel, deep: PreTrainedModel) -> int:
-    """Return the length of the row that tells what grows with tokens."""
-    kinds = getattr(deep.config.get_text_config(), "layer_types", None) or ()
-    few, more = (_run(shallow, n * MIN_ROW_TOKENS, trains=False).operations for n in (1, 2))
-    if few != more:
-        return MIN_ROW_TOKENS
-    return _LONG_ROW_TOKENS if set(kinds) <= UNIFORM_LAYER_TYPES else _SHORT_ROW_TOKENS
 
 
 def _drop_gradient(parameter: Tensor) -> None:
