@@ -185,7 +185,8 @@ class PolicyObjective:
         kl_estimator: See `estimate_kl`; None: `LOSS_KL_ESTIMATOR`.
         entropy_coefficient: Weight of the entropy bonus.
         correction: `none`, or the mode of `importance_weights`, of which `correction_level`,
-            `_low`, `_high` and `_kl` are the other arguments. Its column is `rollout_log_probs`.
+            `correction_low`, `correction_high` and `correction_kl` are the other arguments. Its
+            column is `rollout_log_probs`.
         off_policy: The samples are of an older policy than the one at the beginning of the step.
             Without a correction the ratios of the policy loss are then those to the policy that
             sampled, `rollout_log_probs`: the loss itself corrects, within its clip range. Those of

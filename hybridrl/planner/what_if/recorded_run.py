@@ -43,14 +43,7 @@ def load_recorded_job(folder: Path) -> tuple[Config, ClusterSpec, Placement]:
     Raises:
         ConfigError: if the folder lacks one of them, or they cannot be read.
     """
-    files = [folder / name for name in (SETTINGS, CLUSTER, PLACEMENT)]
-    for file in files:
-        if not file.is_file():
-            raise ConfigError(
-                f"{folder} has no {file.name}. Name the folder of a run, such as runs/latest, "
-                "which has made a step."
-            )
-    settings_file, cluster_file, placement_file = files
+    settings_file, cluster_file, placement_file = _find_job_files(folder)
     config = load_run_config(settings_file)
     if config.model.path is None:
         built = [folder / name for name in _BUILT_MODEL_FOLDERS]
@@ -62,6 +55,17 @@ def load_recorded_job(folder: Path) -> tuple[Config, ClusterSpec, Placement]:
         return apply_changes(config, settings), cluster, placement
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"{placement_file} has settings that cannot be: {error}") from None
+
+
+def _find_job_files(folder: Path) -> list[Path]:
+    files = [folder / name for name in (SETTINGS, CLUSTER, PLACEMENT)]
+    for file in files:
+        if not file.is_file():
+            raise ConfigError(
+                f"{folder} has no {file.name}. Name the folder of a run, such as runs/latest, "
+                "which has made a step."
+            )
+    return files
 
 
 @dataclass(frozen=True)
@@ -92,11 +96,12 @@ class RecordedRun:
         Raises:
             ConfigError: if the folder lacks something.
         """
-        config, cluster, placement = load_recorded_job(folder)
+        _find_job_files(folder)
         try:
             steps = RunReader(folder).steps()
         except DataError as error:
             raise ConfigError(str(error)) from error
+        config, cluster, placement = load_recorded_job(folder)
         kept = steps[_WARMUP_STEPS:][-last:] or steps
         return cls(folder, config, cluster, placement, kept)
 
