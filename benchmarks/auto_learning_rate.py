@@ -10,7 +10,8 @@ library. Of each, arms begin with the same weights and see the same batches:
 
 * constant: eight rates between 1e-5 and 1e-1, each for all steps; the best one counts;
 * cosine: the best of these times 1, 2 and 4, falling over all steps; the best one counts;
-* auto: the range from 1e-5 to 1e-1 and nothing else, with 0.8 of the steps, its search included.
+* auto: the range from 1e-5 to 1e-1 and nothing else, once with 0.8 of the steps and once with as
+  many, its search included.
 
 What counts is the held-out loss at the end: auto's is to be no higher than those of the others.
 With `--folder` runs that are there are not made again. Nothing depends on time.
@@ -26,6 +27,7 @@ import sysconfig
 import tempfile
 import warnings
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -38,6 +40,7 @@ from hybridrl.main import run
 from hybridrl.trainers import reward_model
 
 SHARE = 0.8
+AUTO = {"auto": f"at {SHARE} of the steps", "auto_whole": "in as many steps"}
 RATES = [10 ** (-5 + 4 * number / 7) for number in range(8)]
 FACTORS = (1, 2, 4)
 INLINE = [
@@ -69,20 +72,21 @@ def main() -> None:
         "eval/loss": self.compute_held_out_loss(held_out)
     }
     for task in options.tasks:
-        ratios: dict[str, list[tuple[float, float]]] = {"constant": [], "cosine": []}
+        pairs: dict[tuple[str, str], list[tuple[float, float]]] = {
+            pair: [] for pair in product(AUTO, ("constant", "cosine"))
+        }
         for seed in options.seeds:
             place = folder / f"{task}-{seed}-{options.steps}"
             fewer = [f"data.prompts_per_step={options.prompts}"] if options.prompts else []
             settings = [*TASKS[task], *fewer, *(write_text(folder) if task == "text" else [])]
             found = compare(place, seed, options.steps, settings)
-            for arm, pairs in ratios.items():
-                pairs.append((found["auto"], found[arm]))
-                name = f"{task}, seed {seed}: loss at {SHARE} of the steps, against {arm}"
-                report(name, *pairs[-1], "report", "nats")
-        for arm, pairs in ratios.items():
-            ours, baseline = map(statistics.mean, zip(*pairs, strict=True))
-            report(f"{task}: loss at {SHARE} of the steps, against {arm}", ours, baseline,
-                   "<= 1", "nats")  # fmt: skip
+            for (ours, baseline), losses in pairs.items():
+                losses.append((found[ours], found[baseline]))
+                name = f"{task}, seed {seed}: loss {AUTO[ours]}, against {baseline}"
+                report(name, *losses[-1], "report", "nats")
+        for (ours, baseline), losses in pairs.items():
+            means = map(statistics.mean, zip(*losses, strict=True))
+            report(f"{task}: loss {AUTO[ours]}, against {baseline}", *means, "<= 1", "nats")
 
 
 def compare(place: Path, seed: int, steps: int, settings: list[str]) -> dict[str, float]:
@@ -98,11 +102,14 @@ def compare(place: Path, seed: int, steps: int, settings: list[str]) -> dict[str
         settings = f"actor.optimizer.learning_rate={rate}", f"actor.optimizer.schedule={schedule}"
         return learn(f"{schedule} {rate:.2g}", steps, *settings)
 
-    auto = learn("auto", max(40, round(SHARE * steps)), "actor.optimizer.schedule=auto")
+    searched = "actor.optimizer.schedule=auto"
+    auto = learn("auto", max(40, round(SHARE * steps)), searched)
+    auto_whole = learn("auto_whole", steps, searched)
     constant = {rate: of_rate(rate, "constant") for rate in RATES[:: 7 if SMOKE else 1]}
     best = min(constant, key=constant.__getitem__)
     cosine = [of_rate(min(1.0, factor * best), "cosine") for factor in FACTORS]
-    return {"auto": auto, "constant": constant[best], "cosine": min(cosine)}
+    losses = {"auto": auto, "auto_whole": auto_whole}
+    return {**losses, "constant": constant[best], "cosine": min(cosine)}
 
 
 def train(folder: Path, settings: list[str]) -> float:
