@@ -91,6 +91,7 @@ def test_equal_seeds_give_equal_rewards_with_vllm(whole_run, run):
 
 
 @pytest.mark.ray
+@pytest.mark.more
 def test_equal_seeds_give_equal_metrics_with_transformers(run, tmp_path):
     first, second = (
         run(*SHORT, "rollout=transformers", f"run.directory={tmp_path / name}")

@@ -71,6 +71,7 @@ def test_a_reference_in_fewer_bits_through_grpo(tmp_path):
     assert "computes 2 of 3 layers in fewer bits (0, 2)" in said and "0.25 nats" in said
 
 
+@pytest.mark.more
 def test_an_actor_that_learns_in_8_bits(tmp_path):
     plan = written(tmp_path, plan_of("training", {0: 8, 1: 16}))
     rows, said = run(tmp_path, "low", f"models.actor.precision={plan}")

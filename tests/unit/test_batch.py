@@ -177,6 +177,7 @@ def test_rows_move_as_those_of_a_list(rows, data):
 
 
 @given(st.lists(ROWS, max_size=5), st.integers(1, 3))
+@pytest.mark.more
 def test_taking_repeated_rows_is_repeating(rows, times):
     repeated = make(rows).take(np.repeat(np.arange(len(rows)), times))
     assert repeated.to_pylist() == [row for row in rows for _ in range(times)]

@@ -51,6 +51,7 @@ def test_steps_are_saved_by_what_the_last_one_cost(monkeypatch: pytest.MonkeyPat
     assert not SaveSchedule(CheckpointConfig(), 8).is_due(100, 100)
 
 
+@pytest.mark.more
 def test_micro_batches_have_room() -> None:
     cluster = parse_cluster("8xA100-40GB")
     settings = ["model.path=llama-7b", "actor.tokens_per_microbatch=null", "reward.processes=4"]

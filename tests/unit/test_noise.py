@@ -87,6 +87,7 @@ def test_tokens_that_are_filtered_out_are_never_drawn():
     assert abs(shares[0] - shares[1]) < 0.1  # four standard deviations
 
 
+@pytest.mark.more
 def test_the_largest_noise_of_a_vocabulary_has_its_distribution():
     """Less the logarithm of their number it is Gumbel noise again: what rare tokens live by."""
     noise = gumbel_noise(torch.arange(100), torch.zeros(100, dtype=torch.int64), QWEN)

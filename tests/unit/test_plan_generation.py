@@ -102,6 +102,7 @@ def test_what_cannot_be_planned_is_refused(command, tmp_path):
     assert "numbers of tokens" in command("--lengths", "3+x")[2]
 
 
+@pytest.mark.more
 def test_costs_are_of_every_precision_phase_and_size(folder):
     config = load_model_config(str(folder))
     phases = generation_probe.measure_phase_costs(

@@ -144,6 +144,7 @@ def test_a_judge_may_be_described_too():
         assert device.phases[-1].parts["judge"] > 13e9 * 2  # bytes of its weights
 
 
+@pytest.mark.more
 def test_a_job_may_need_a_little_more_than_there_is():
     with materialize_named_models(configured([*PAPER, "model.path=llama-7b"])) as config:
         cluster = parse_cluster("8xA100")

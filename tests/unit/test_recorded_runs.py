@@ -261,6 +261,7 @@ def test_as_many_devices_as_before_change_nothing(run_of):
         asked(folder, set=["devices=4"])
 
 
+@pytest.mark.more
 def test_what_a_search_chose_is_of_the_run(run_of):
     folder = run_of("run", ["placement.strategy=auto"])
     as_asked = replan_memory(RunReader(folder))
