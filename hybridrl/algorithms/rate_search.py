@@ -46,8 +46,9 @@ _KAPPA, _LATER_KAPPA = 2.0, 1.0
 _TIE = 0.03
 """The first stage takes the lowest rate that is this much worse than the best, or less, as a share
 of the gain: the best rate of a few steps is above that of many."""
-_HARMLESS = 0.1
-"""Where no rate has learned, it takes the highest one that is worse than the best by less."""
+_HARMLESS = 0.002
+"""Where no rate has learned, it takes the highest one whose loss is above that of the best by less,
+as a share of the loss at the start."""
 _LOWER, _HIGHER = 0.2, 0.05
 """Share of the gain by which another rate must be better than that of the stage before, to take its
 place: a lower one by more, since low rates are ahead for as long as a trial, and the rate falls in
@@ -276,7 +277,12 @@ class RateSearch:
         level = self._level or 0.0
         known = [value for _, value in self._forecasts if value is not None]
         if known and level - min(known) < _LEAST_GAIN * level:
-            return max(place for place, value, _ in trials if value < _HARMLESS)
+            most = min(known) + _HARMLESS * level
+            return max(
+                place for place, value in self._forecasts if value is not None and value < most
+            )
+        if len(trials) == 1 and known:
+            return trials[0].place
         return find_lowest_good_rate(trials, *self._bounds, _TIE)
 
     def _values(self) -> list[RateTrial]:
@@ -350,10 +356,19 @@ class RateSearch:
             if name not in settings
         }
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue where the search that returned `state` stopped."""
+    def load_state(self, state: Mapping[str, Any]) -> SearchMove:
+        """Continue where the search that returned `state` stopped; return what is to be done before
+        the next step."""
         for name, value in state.items():
             setattr(self, f"_{name}", value)
         self._known = [RateTrial(*trial) for trial in self._known]
         self._forecasts = [(place, value) for place, value in self._forecasts]
         self._rise = (self._rise[0], self._rise[1])
+        if self.is_trial and self._stage > 1 and "other" not in state:
+            # Before 28 November 2026 later stages had trials of other kinds: they are left out.
+            self._left, self._rate = 0, 10**self._reached
+            self._losses, self._held_out, self._forecasts = [], [], []
+            if self._is_last:
+                self._length = self._steps - self._done
+            return SearchMove(self.rate, restores=True)
+        return SearchMove(self.rate)

@@ -29,6 +29,8 @@ def build_policy_objective(config: Config) -> PolicyObjective:
     shared = {f.name for f in fields(PolicyObjective)} & {f.name for f in fields(AlgorithmConfig)}
     settings = {name: getattr(algorithm, name) for name in sorted(shared)}
     settings["correction"] = resolve_correction(config)
+    if settings["correction"] == "kpop":  # `correction_level` has no effect on it
+        settings["correction_level"] = "token"
     if algorithm.kl_in_reward:
         settings["kl_coefficient"] = 0.0
     return PolicyObjective(

@@ -366,6 +366,11 @@ def test_samples_of_another_policy_are_corrected(overrides, chosen, is_said):
     assert bool(notice_of(config)) is is_said
 
 
+def test_kpop_compares_tokens_whatever_the_level_of_other_corrections():
+    config = configured(["algorithm.correction=kpop", "algorithm.correction_level=sequence"])
+    assert objective(config).correction_level == "token"
+
+
 def test_no_correction_is_told_of_where_the_loss_weighs_nothing():
     taught = ["rollout.quantization=int8", "algorithm=distillation", "models.teacher.path=t"]
     assert not notice_of(configured([*HERE, *taught]))

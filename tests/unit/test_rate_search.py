@@ -286,6 +286,45 @@ def test_where_nothing_is_learned_yet_the_first_stage_takes_the_highest_rate_tha
     assert 1e-4 < search.rate < max(tried)
 
 
+@pytest.mark.parametrize("worst", [None, 2.0, 0.75])
+def test_a_rate_that_did_harm_is_not_taken_however_bad_others_are(worst):
+    search = search_of(400)
+    search.begin()
+    search.observe(0.693)
+    search._forecasts = [(-5.0, 0.6929), (-4.0, 0.692), (-3.0, 0.74), (-2.0, worst)]
+    search._end_search()
+    assert search.rate == pytest.approx(1e-4)
+
+
+def test_the_only_rate_that_is_tried_is_taken():
+    search = search_of(400, trials=1)
+    search.begin()
+    move = None
+    for step in range(MIN_TRIAL_STEPS):
+        move = search.observe(1 - step / 10)
+    assert search.rate == pytest.approx(1e-3) and not search.is_trial and not move.restores
+
+
+def test_a_search_saved_in_trials_as_they_were_once_goes_on_with_its_stage():
+    """Later stages of checkpoints from before 28 November 2026 have up to 4 trials."""
+    search = search_of(400)
+    search.begin()
+    for _ in range(400):
+        if search.stage < 2:
+            search.observe(1.0)
+    old = json.loads(json.dumps(search.state())) | {"left": 3, "forecasts": [[-3.0, 0.8]]}
+    before = 10 ** old["reached"]
+    del old["other"]
+    again = search_of(400)
+    move = again.load_state(old)
+    assert move.restores and move.rate == again.rate == pytest.approx(before)
+    assert not again.is_trial and again.stage == 2
+    for _ in range(400 - old["done"]):
+        assert 0 < again.rate < 0.1
+        again.observe(0.8)
+    assert again._done == 400
+
+
 def test_later_trials_explore_less_and_the_best_rate_is_chosen_without(monkeypatch):
     explored = []
 

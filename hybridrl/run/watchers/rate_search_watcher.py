@@ -53,9 +53,8 @@ class RateSearchWatcher(Watcher):
         if loaded is None:
             self._do(search.begin())
         else:
-            search.load_state(loaded["search"])
             self._feed_state, self._loaded = dict(loaded["feed"]), None
-            self._do(SearchMove(search.rate))
+            self._do(search.load_state(loaded["search"]))
         return iter(())
 
     def on_step_end(self, step: FinishedStep) -> Iterator[Finding]:
