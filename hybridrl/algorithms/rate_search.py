@@ -6,11 +6,10 @@ the state at the start of a stage, some rates are tried for a tenth of its steps
 on the batches that the stage begins with, and the stage is trained with the best. Stages double in
 length, up to 8 times the first.
 
-The first stage forecasts the loss that each rate would come to. Later stages, whose best rate is
-near that of the stage before, compare that one with one other: the trial with it comes last and is
-the beginning of the stage if it wins, so that a comparison costs one trial. At the end of these
-trials the rate falls, because the loss of a high rate is mostly its own noise, which a fall takes
-away, and the loss that is left says how far a rate has come.
+The first stage forecasts the loss that each rate would come to. A later stage compares the rate of
+the stage before with one other. The trial with the rate of the stage before comes second, and the
+stage continues from it if that rate stays, so that only the other trial is lost. The rate falls at
+the end of these trials: a high rate makes the loss noisy, and a fall shows how far it has come.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ _MAX_AGE = 3
 _KAPPA, _LATER_KAPPA = 2.0, 1.0
 """Of the first trial of the first stage, after which they explore less, and of later stages."""
 _TIE = 0.03
-"""The first stage takes the lowest rate that is this much worse than the best, or less, as a share
-of the gain: the best rate of a few steps is above that of many."""
+"""The first stage takes the lowest rate whose predicted value is above that of the best by no more
+than this share of the gain, for the best rate of a few steps is too high for many."""
 _HARMLESS = 0.002
 """Where no rate has learned, it takes the highest one whose loss is above that of the best by less,
 as a share of the loss at the start."""
@@ -277,9 +276,9 @@ class RateSearch:
         level = self._level or 0.0
         known = [value for _, value in self._forecasts if value is not None]
         if known and level - min(known) < _LEAST_GAIN * level:
-            most = min(known) + _HARMLESS * level
+            most = min(known) + _HARMLESS * abs(level)
             return max(
-                place for place, value in self._forecasts if value is not None and value < most
+                place for place, value in self._forecasts if value is not None and value <= most
             )
         if len(trials) == 1 and known:
             return trials[0].place

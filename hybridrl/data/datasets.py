@@ -61,7 +61,7 @@ _log = logging.getLogger(__name__)
 
 
 class _RowKind(NamedTuple):
-    """How rows of one kind are read.
+    """A description of how rows of one kind are read.
 
     Attributes:
         of_task: The task's function that makes its rows; they pass through `prepare`.

@@ -64,7 +64,7 @@ def probe_loader(
         padding, which vLLM keeps at zero.
 
     Raises:
-        NotProbedError: a loader did not only copy boxes, or failed, or elements of a parameter come
+        LoaderProbeError: a loader did not only copy boxes, or failed, or elements of a parameter come
             from nowhere.
     """
     with _replaced_parameters(model) as twins:

@@ -88,7 +88,7 @@ def probe_vllm_model(
     """Probe a model of vLLM's; see `loader_probe.probe_loader`.
 
     Raises:
-        NotProbedError: also for layers whose weights are stored in another precision or order.
+        LoaderProbeError: also for layers whose weights are stored in another precision or order.
     """
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
