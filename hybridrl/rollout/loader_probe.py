@@ -64,8 +64,8 @@ def probe_loader(
         padding, which vLLM keeps at zero.
 
     Raises:
-        LoaderProbeError: a loader did not only copy boxes, or failed, or elements of a parameter come
-            from nowhere.
+        LoaderProbeError: a loader did not only copy boxes, or failed, or elements of a parameter
+            come from nowhere.
     """
     with _replaced_parameters(model) as twins:
         dtype = next(iter(twins.values())).dtype
