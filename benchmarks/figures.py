@@ -32,6 +32,7 @@ TAKES = {
     "gpu": "2 minutes with --size tiny",
     "gradient_choice": "20 minutes",
     "hangs": "20 minutes",
+    "kept_sets": "15 minutes",
     "loading": "15 minutes",
     "low_bit_training": "an hour",
     "meta_reward_models": "20 minutes",

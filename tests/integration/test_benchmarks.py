@@ -42,6 +42,7 @@ SMALLEST = {
     "gpu": (["--size", "tiny"],),
     "gradient_choice": (["--links", "400mbit", "--seconds", "1"], HOSTS),
     "hangs": (["--rounds", "1"],),
+    "kept_sets": (["--seeds"],),
     "loading": (["--layers", "1"],),
     "low_bit_training": (["--seeds", "0", "--steps", "2"],),
     "mixed_devices": (
