@@ -22,7 +22,7 @@ from hybridrl.job.job_inputs import load_job_rows, resolve_model_folder
 from hybridrl.models.model_loading import load_tokenizer
 from hybridrl.planner.computation_dtype import resolve_dtype
 from hybridrl.planner.step.step_calls import compute_step_sizes
-from hybridrl.system.cpu_cores import count_usable_cores
+from hybridrl.system.container_limits import count_usable_cores
 from hybridrl.system.formatting import format_seconds
 from hybridrl.systems.low_bits.precision_checks import resolve_precision_use
 from hybridrl.systems.low_bits.precision_plan import PrecisionPlan

@@ -45,8 +45,8 @@ from hybridrl.errors import DataError, HybridRLError
 from hybridrl.processes.pool import ItemResult, ProcessPool, ProcessStartError, WorkItem
 from hybridrl.processes.supervised_process import ProcessSpec
 from hybridrl.system.bounded_files import parse_json, read_text
+from hybridrl.system.container_limits import count_usable_cores
 from hybridrl.system.content_cache import ContentCache, find_cache_folder
-from hybridrl.system.cpu_cores import count_usable_cores
 from hybridrl.system.row_folders import KIND, ROWS, create_part, remove_unused_folders
 from hybridrl.system.secret_variables import without_secrets
 from hybridrl.system.storage import explain_write_errors

@@ -21,7 +21,7 @@ from typing import Any
 from hybridrl.doctor import import_probe
 from hybridrl.doctor.finding import DoctorFinding, report_note, report_ok, report_problem
 from hybridrl.errors import pip_install
-from hybridrl.system.cpu_cores import count_usable_cores
+from hybridrl.system.container_limits import count_usable_cores
 from hybridrl.system.formatting import format_bytes, format_seconds
 from hybridrl.system.host_environment import derive_host_environment
 

@@ -6,18 +6,16 @@ import os
 import resource
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 
 from hybridrl.doctor.finding import DoctorFinding, report_note, report_ok, report_problem
 from hybridrl.errors import ConfigError
 from hybridrl.system import shared_memory
-from hybridrl.system.cpu_cores import read_core_quota
+from hybridrl.system.container_limits import read_container_memory, read_core_quota
 from hybridrl.system.formatting import format_bytes
 from hybridrl.system.open_files import MIN_OPEN_FILES, check_open_files
 
-_CGROUP_FOLDER = Path("/sys/fs/cgroup")
 _MIN_MEMORY_BYTES, _LOW_MEMORY_BYTES = 2 * 2**30, 6 * 2**30
 """Bytes: with less the default job was not seen to run, or gets slow."""
 _MIN_SHARED_MEMORY_BYTES, _LOW_SHARED_MEMORY_BYTES = 32 * 2**20, 2 * 2**30
@@ -73,12 +71,9 @@ def check_memory() -> DoctorFinding:
     """Check the free memory of the machine, or of the container if it has less."""
     seen = psutil.virtual_memory()
     total, free = seen.total, seen.available
-    try:
-        limit = int((_CGROUP_FOLDER / "memory.max").read_text())
-        used = int((_CGROUP_FOLDER / "memory.current").read_text())
-        total, free = min(total, limit), min(free, limit - used)
-    except (OSError, ValueError):  # no limit, or it cannot be seen
-        pass
+    if container := read_container_memory():
+        total = min(total, container.limit)
+        free = min(free, max(0, container.limit - container.used))
     what = f"{format_bytes(free)} of {format_bytes(total)} free"
     if free < _MIN_MEMORY_BYTES:
         return report_problem("memory", what, "End other programs, or give the container more.")

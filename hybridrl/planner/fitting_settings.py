@@ -24,7 +24,7 @@ from hybridrl.planner.machine.cluster_rates import apply_vendor_rates
 from hybridrl.planner.machine.device_rates import DeviceRates
 from hybridrl.planner.step.step_calls import SampleLengths
 from hybridrl.system.cluster_spec import ClusterSpec
-from hybridrl.system.cpu_cores import count_usable_cores
+from hybridrl.system.container_limits import count_usable_cores
 from hybridrl.system.formatting import format_gib
 from hybridrl.trainers.role_spec import RoleSpec
 

@@ -25,7 +25,7 @@ from hybridrl.ray_backend.cluster_nodes import (
 )
 from hybridrl.ray_backend.own_node import LocalRayNode, cure_of
 from hybridrl.ray_backend.ray_import import ray
-from hybridrl.system.cpu_cores import count_usable_cores
+from hybridrl.system.container_limits import count_usable_cores
 from hybridrl.system.locations import access_errors
 
 CHECKED_PACKAGES = {

@@ -17,7 +17,7 @@ from hybridrl.models.model_loading import load_model_config
 from hybridrl.quantization.rounded_matrix import NONE
 from hybridrl.rollout.rollout_engine import EngineSetup
 from hybridrl.rollout.vllm_options import SPECULATIVE_OPTION
-from hybridrl.system.cpu_cores import count_usable_cores
+from hybridrl.system.container_limits import count_usable_cores
 from hybridrl.system.host_environment import ALLOCATOR, COMPILE_THREADS, OLD_ALLOCATOR
 from hybridrl.system.shared_memory import lock_shared_memory
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from hybridrl.errors import ConfigError
-from hybridrl.system.cpu_cores import count_usable_cores
+from hybridrl.system.container_limits import count_usable_cores
 
 DEFAULT_CPU_SLOTS = 2
 MAX_DEVICES = 10_000

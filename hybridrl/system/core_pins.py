@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from hybridrl.system.cpu_cores import read_core_quota
+from hybridrl.system.container_limits import read_core_quota
 
 WORKERS, WALL, QUEUED = "workers", "wall", "queued"
 """In the load of a phase: the CPU seconds of this process, the seconds of the phase, and for how

@@ -20,7 +20,7 @@ from settings import SHORT
 
 from hybridrl.errors import ConfigError
 from hybridrl.ray_backend.connection import _join_or_start_cluster
-from hybridrl.system.cpu_cores import count_usable_cores
+from hybridrl.system.container_limits import count_usable_cores
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 QUIET = {"capture_output": True, "text": True, "timeout": 240, "check": False}

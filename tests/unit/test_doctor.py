@@ -21,8 +21,7 @@ from hybridrl.doctor import package_check as packages
 from hybridrl.doctor import ray_check as processes
 from hybridrl.doctor.check_runner import CHECK_MODULES, list_checks, run_doctor_checks
 from hybridrl.doctor.finding import FindingState, report_note, report_ok, report_problem
-from hybridrl.system import cpu_cores as cores
-from hybridrl.system import shared_memory
+from hybridrl.system import container_limits, shared_memory
 
 
 def said(findings, state=FindingState.PROBLEM):
@@ -167,8 +166,7 @@ def test_a_broken_torch_says_nothing_of_devices():
 
 @pytest.fixture
 def cgroup(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "_CGROUP_FOLDER", tmp_path)
-    monkeypatch.setattr(cores, "CPU_QUOTA_FILE", tmp_path / "cpu.max")
+    monkeypatch.setattr(container_limits, "CGROUP_FOLDER", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     monkeypatch.setattr(os, "getloadavg", lambda: (0.5, 0.5, 0.5))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -197,6 +195,7 @@ def test_other_work_on_all_cores(cgroup, monkeypatch):
 def test_the_memory_of_a_container_counts(cgroup):
     (cgroup / "memory.max").write_text(f"{3 * 2**30}\n")
     (cgroup / "memory.current").write_text(f"{2 * 2**30}\n")
+    (cgroup / "memory.stat").write_text("anon 7\n")
     found = machine.check_memory()
     assert (found.state, found.what) == (FindingState.PROBLEM, "1 GiB of 3 GiB free")
 

@@ -18,12 +18,11 @@ from hybridrl.system.cluster_spec import (
     LinkSpec,
     NodeSpec,
 )
-from hybridrl.system.cpu_cores import count_usable_cores
+from hybridrl.system.container_limits import count_usable_cores, read_container_memory
 from hybridrl.system.device_traits import read_gpu_name_and_memory
 
 GIB = 2**30
 _DEFAULT_DEVICES_PER_NODE = 8
-_CGROUP_MEMORY_FILE = Path("/sys/fs/cgroup/memory.max")
 _CPU_SLOT = "CPU slot"
 _INTRA_NODE_LATENCY, _NETWORK_LATENCY = 5e-6, 20e-6
 """Seconds until the first byte of a message is there, of links that were not measured."""
@@ -189,9 +188,8 @@ def is_seen(cluster: ClusterSpec) -> bool:
 
 def read_node_memory() -> float:
     """Return the bytes that the processes of this machine may use together."""
-    limit = _CGROUP_MEMORY_FILE.read_text().strip() if _CGROUP_MEMORY_FILE.is_file() else "max"
-    total = float(psutil.virtual_memory().total)
-    return total if limit == "max" else min(total, float(limit))
+    total, container = psutil.virtual_memory().total, read_container_memory()
+    return float(min(total, container.limit) if container else total)
 
 
 def count_cores_per_device(cluster: ClusterSpec) -> int:

@@ -19,8 +19,8 @@ from typing import Any
 
 from hybridrl.config.schema import CacheConfig
 from hybridrl.system.cluster_spec import ClusterSpec
+from hybridrl.system.container_limits import count_usable_cores
 from hybridrl.system.content_cache import find_cache_folder
-from hybridrl.system.cpu_cores import count_usable_cores
 from hybridrl.system.formatting import format_seconds
 
 CLUSTER, LAYERS, OPERATORS, PREDICTIONS = "cluster", "layers", "operators", "predictions"
