@@ -38,7 +38,7 @@ from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import EnvironmentConfig, RolloutConfig
 from hybridrl.controller import WorkerContext
 from hybridrl.data.character_tokenizer import PRINTABLE_CHARACTERS, build_character_tokenizer
-from hybridrl.environments.episode_runner import EpisodeRequest, EpisodeResult
+from hybridrl.environments.episode_request import EpisodeRequest, EpisodeResult
 from hybridrl.models.model_loading import make_tiny_model
 from hybridrl.parallel.process_group import join_group_world
 from hybridrl.rollout import SamplingSettings

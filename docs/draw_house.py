@@ -28,10 +28,10 @@ FAMILIES = {
     ),
     "data and files": (
         "#8d5a2b",
-        {"data", "conversations", "rewards", "checkpoint", "compress", "reshard"},
+        {"data", "conversations", "rewards", "checkpoint", "compress", "layout", "weights"},
     ),
-    "looking on": ("#7b3f8c", {"planner", "commands", "observe", "report"}),
-    "everybody's": ("#546e7a", {"core", "algorithms", "config", "ray_backend"}),
+    "looking on": ("#7b3f8c", {"planner", "commands", "console", "run_files", "report"}),
+    "everybody's": ("#546e7a", {"system", "algorithms", "config", "ray_backend"}),
 }
 WIDTH, HEIGHT, GAP, RISE = 128, 40, 22, 78
 """Of a room, between rooms of a floor, and from one floor to the next, in pixels."""

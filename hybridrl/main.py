@@ -104,7 +104,7 @@ def run(
     from hybridrl.console.console_choice import make_console
     from hybridrl.job.job import Job
     from hybridrl.run.loop import RunLoop
-    from hybridrl.run_files.summary import format_final_sentence, resolve_accuracy_name
+    from hybridrl.run_files.final_sentence import format_final_sentence, resolve_accuracy_name
     from hybridrl.systems.low_bits.precision_plan import list_precision_notices
     from hybridrl.trainers import load_trainer
     from hybridrl.trainers.objectives import format_correction_notice

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 
 from hybridrl.data.character_tokenizer import PRINTABLE_CHARACTERS
-from hybridrl.environments.episode_runner import EpisodeResult
+from hybridrl.environments.episode_request import EpisodeResult
 from hybridrl.rollout.rollout_engine import EngineOutput, RolloutEngine, SamplingSettings
 from hybridrl.serving.agent_session import SampledTurn
 from hybridrl.serving.endpoint import ReplicaEndpoint

@@ -1,5 +1,5 @@
-"""The rule by which checkpoints are kept or pruned, for runs and for `hybridrl checkpoint
-prune`."""
+"""The rule by which checkpoints are kept or pruned, for runs and for `hybridrl checkpoint prune`.
+`CheckpointStore.prune` removes the others."""
 
 from __future__ import annotations
 

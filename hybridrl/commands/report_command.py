@@ -8,8 +8,8 @@ from pathlib import Path
 
 from hybridrl.commands.output import print_for_people
 from hybridrl.errors import ConfigError
+from hybridrl.run_files.run_paths import REPORT
 from hybridrl.run_files.run_reader import open_run
-from hybridrl.run_files.summary import REPORT
 from hybridrl.system.formatting import format_bytes
 
 

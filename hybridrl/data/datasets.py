@@ -29,7 +29,7 @@ from hybridrl.data.refused_rows import RefusedRows
 from hybridrl.data.row_blocks import estimate_large_size
 from hybridrl.data.row_origin import DATA, RowOrigin
 from hybridrl.data.row_reader import RowReader
-from hybridrl.data.supervised_examples import (
+from hybridrl.data.supervised_tokens import (
     tokenize_conversations,
     tokenize_examples,
     tokenize_task_turns,

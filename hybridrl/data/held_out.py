@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from hybridrl.batch.batch import Batch
 from hybridrl.data.row_keys import compute_tokens_keys
-from hybridrl.data.supervised_examples import CONVERSATION
+from hybridrl.data.supervised_tokens import CONVERSATION
 from hybridrl.data.task_blocks import TASK
 
 MAX_HELD_OUT_SHARE = 0.2

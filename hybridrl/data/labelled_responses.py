@@ -12,7 +12,7 @@ from hybridrl.batch.batch import Batch
 from hybridrl.data.preference_pairs import split_pairs_into_samples, tokenize_preference_pairs
 from hybridrl.data.row_origin import DataRow
 from hybridrl.data.row_reader import RowReader
-from hybridrl.data.supervised_examples import tokenize_examples
+from hybridrl.data.supervised_tokens import tokenize_examples
 from hybridrl.errors import RowError
 
 

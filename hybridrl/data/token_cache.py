@@ -39,7 +39,7 @@ from hybridrl.config.schema import CacheConfig
 from hybridrl.conversations.rendering import template_sources
 from hybridrl.data.block_program import RowRecipe
 from hybridrl.data.row_blocks import BLOCK_BYTES, RowBlock, WholeTableError, iterate_blocks
-from hybridrl.data.supervised_examples import CONVERSATION
+from hybridrl.data.supervised_tokens import CONVERSATION
 from hybridrl.data.table_columns import without_mixed_columns
 from hybridrl.errors import DataError, HybridRLError
 from hybridrl.processes.pool import ItemResult, ProcessPool, ProcessStartError, WorkItem

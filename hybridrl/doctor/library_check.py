@@ -23,7 +23,7 @@ from hybridrl.doctor.finding import DoctorFinding, report_note, report_ok, repor
 from hybridrl.errors import pip_install
 from hybridrl.system.container_limits import count_usable_cores
 from hybridrl.system.formatting import format_bytes, format_seconds
-from hybridrl.system.host_environment import derive_host_environment
+from hybridrl.system.host_variables import derive_host_environment
 
 _IMPORT_GROUPS = (("torch", "transformers", "vllm"), ("ray",))
 """What is imported in one process after another: vLLM brings torch, which takes seconds."""

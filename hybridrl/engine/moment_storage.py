@@ -1,4 +1,5 @@
-"""The storage of an optimizer's moments between steps: on the host, in fewer bits, or both."""
+"""The storage of an optimizer's moments between steps: on the host (`actor.offload_optimizer`), in
+fewer bits, or both. Between the calls of a step, `TrainEngine.offload` moves them."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from hybridrl.batch.batch import ROUTED_EXPERTS, Batch
-from hybridrl.models.prompt_saving import LeastSaving
+from hybridrl.models.prompt_sharing_gain import LeastSaving
 
 
 class MicroBatch(NamedTuple):

@@ -48,7 +48,7 @@ from hybridrl.models.model_shape import find_attention_length
 from hybridrl.models.optimizer_states import WHOLE_MATRIX_OPTIMIZERS
 from hybridrl.models.packed_models import PackedModel
 from hybridrl.models.packed_samples import PackedSamples, SampleLayout, concatenate_ranges
-from hybridrl.models.prompt_saving import find_least_saving
+from hybridrl.models.prompt_sharing_gain import find_least_saving
 from hybridrl.models.prompt_trees import PromptTrees
 from hybridrl.parallel.collectives import reduce_over
 from hybridrl.parallel.fsdp import list_unit_parameters

@@ -17,7 +17,7 @@ from typing import Any
 from hybridrl.config.schema import EnvironmentConfig
 from hybridrl.environments.adapter_lookup import find_interpreter, resolve_adapter
 from hybridrl.environments.environment_program import LOOPBACK, with_direct_access
-from hybridrl.environments.episode_runner import EpisodeRequest, EpisodeResult
+from hybridrl.environments.episode_request import EpisodeRequest, EpisodeResult
 from hybridrl.errors import ConfigError
 from hybridrl.processes.pool import ItemResult, ProcessPool, ProcessStartError, WorkItem
 from hybridrl.processes.supervised_process import ProcessSpec

@@ -62,10 +62,9 @@ from hybridrl.run_files.metric_writers import (
 from hybridrl.run_files.recorded_steps import DriverActivity
 from hybridrl.run_files.run_directory import RunDirectory, make_checkpoint_folder
 from hybridrl.run_files.run_lock import RunLock
-from hybridrl.run_files.run_paths import DATA_REPORT, SETTINGS
+from hybridrl.run_files.run_paths import DATA_REPORT, REPORT, SETTINGS
 from hybridrl.run_files.run_reader import RunReader
 from hybridrl.run_files.run_status import RunStatus, classify_outcome
-from hybridrl.run_files.summary import REPORT
 from hybridrl.system.garbage_collection import pause_garbage_collection
 from hybridrl.trainers import load_trainer
 

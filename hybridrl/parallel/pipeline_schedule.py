@@ -1,6 +1,6 @@
 """The order in which the ranks of a pipeline compute and communicate: 1F1B and interleaved 1F1B.
 
-Pure: lists of actions, made from a few numbers. Stages are numbered as in `parallel.stages`.
+Pure: lists of actions, made from a few numbers. Stage s lies on rank s % ranks.
 
 1F1B (Narayanan et al., arXiv:2006.09503): after a warm-up of forwards each rank alternates one
 forward and one backward, so that rank r of p holds the activations of at most p - r micro-batches.

@@ -21,7 +21,7 @@ from hybridrl.models.model_loading import load_model_config
 from hybridrl.models.model_shape import ModelShape, compute_model_shape
 from hybridrl.models.packed_models import PackedModel
 from hybridrl.models.packing_trial import resolve_sample_layout
-from hybridrl.models.prompt_saving import LeastSaving, find_least_saving
+from hybridrl.models.prompt_sharing_gain import LeastSaving, find_least_saving
 from hybridrl.models.token_bytes import META_ATTENTION
 from hybridrl.placement import ACTOR_ROLE, GENERATOR_ROLE, Placement, RolePlace
 from hybridrl.placement.disaggregated_actor import choose_weight_transport

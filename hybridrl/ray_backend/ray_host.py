@@ -40,7 +40,7 @@ from hybridrl.ray_backend.remote_result import (
 from hybridrl.system import core_pins, device_traits
 from hybridrl.system.container_limits import count_usable_cores
 from hybridrl.system.garbage_collection import pause_garbage_collection
-from hybridrl.system.host_environment import THREADS, derive_host_environment
+from hybridrl.system.host_variables import THREADS, derive_host_environment
 from hybridrl.system.redaction import redact_output
 
 PRELOAD_METHOD = "preload"

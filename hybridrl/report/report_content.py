@@ -25,8 +25,8 @@ from hybridrl.report.report_tables import (
 from hybridrl.report.run_summary import words
 from hybridrl.report.sample_browser import build_sample_browser
 from hybridrl.run_files.evaluation_log import find_latest_by_set
+from hybridrl.run_files.run_paths import REPORT
 from hybridrl.run_files.run_reader import RunReader
-from hybridrl.run_files.summary import REPORT
 from hybridrl.system.storage import replace_file
 
 _MetricRows = Sequence[Mapping[str, Any]]

@@ -16,10 +16,10 @@ from hybridrl.console.safe_text import sanitize_line
 from hybridrl.report.device_spans import IDLE, DeviceSpan, format_cause
 from hybridrl.report.run_evidence import RunEvidence
 from hybridrl.report.run_summary import find_advice, summarize_learning
+from hybridrl.run_files.final_sentence import resolve_accuracy_name
 from hybridrl.run_files.run_paths import SAMPLES
 from hybridrl.run_files.run_reader import RunReader, read_table
 from hybridrl.run_files.run_status import RUNNING, read_run_status
-from hybridrl.run_files.summary import resolve_accuracy_name
 from hybridrl.system.formatting import format_seconds
 
 _BAR_CELLS = 20

@@ -18,7 +18,7 @@ from hybridrl.quantization.rounded_matrix import NONE
 from hybridrl.rollout.rollout_engine import EngineSetup
 from hybridrl.rollout.vllm_options import SPECULATIVE_OPTION
 from hybridrl.system.container_limits import count_usable_cores
-from hybridrl.system.host_environment import ALLOCATOR, COMPILE_THREADS, OLD_ALLOCATOR
+from hybridrl.system.host_variables import ALLOCATOR, COMPILE_THREADS, OLD_ALLOCATOR
 from hybridrl.system.shared_memory import lock_shared_memory
 
 _COMPILE_THREADS = os.environ.get(COMPILE_THREADS)

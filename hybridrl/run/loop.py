@@ -38,21 +38,16 @@ from hybridrl.run.step_runner import PendingStep, StepRunner, list_measured_choi
 from hybridrl.run.warmup import warm_up
 from hybridrl.run.watchers.core_isolation import CoreIsolation
 from hybridrl.run.watchers.evaluation_watchers import AccuracyDeclineWatcher, EarlyStopWatcher
+from hybridrl.run.watchers.generator_check import GeneratorCheck
 from hybridrl.run.watchers.nan_guard import NanGuard
 from hybridrl.run.watchers.rate_search_watcher import RateSearchWatcher
+from hybridrl.run.watchers.slow_devices import SlowDeviceWatcher
 from hybridrl.run.watchers.tripwires import TripwireWatcher
-from hybridrl.run.watchers.watcher import (
-    EndRun,
-    FinishedEvaluation,
-    GeneratorCheck,
-    RewindRequest,
-    SlowDeviceWatcher,
-    UnscoredSamplesWatcher,
-    Watcher,
-)
+from hybridrl.run.watchers.unscored_samples import UnscoredSamplesWatcher
+from hybridrl.run.watchers.watcher import EndRun, FinishedEvaluation, RewindRequest, Watcher
+from hybridrl.run_files.final_sentence import resolve_accuracy_name
 from hybridrl.run_files.metric_writers import RunSummary
 from hybridrl.run_files.recorded_steps import CHECKPOINT, DRIVER_EVALUATION
-from hybridrl.run_files.summary import resolve_accuracy_name
 
 if TYPE_CHECKING:
     from hybridrl.job.job import Job

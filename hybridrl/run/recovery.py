@@ -1,4 +1,5 @@
-"""Recovery from lost workers: whether the run restarts, from which step, and what the loss cost."""
+"""Recovery from lost workers: whether the run restarts, from which step, and what the loss cost.
+`RunLoop` then restarts the workers, by `Job.restart`."""
 
 from __future__ import annotations
 
@@ -12,10 +13,9 @@ from typing import Any
 
 from hybridrl.config.schema import Config
 from hybridrl.errors import LostError
+from hybridrl.run_files.run_paths import RECOVERIES
 from hybridrl.system.formatting import format_seconds
 from hybridrl.system.storage import explain_write_errors, to_json
-
-RECOVERIES_FILE = "recoveries.jsonl"
 
 
 @dataclass
@@ -39,7 +39,7 @@ class RunRecovery:
 
     def __init__(self, config: Config, run: Path) -> None:
         self._config = config
-        self._path = run / RECOVERIES_FILE
+        self._path = run / RECOVERIES
         self._loss: _WorkerLoss | None = None
         self._in_a_row = 0
         self._from_step = -1

@@ -9,10 +9,10 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from hybridrl.errors import HybridRLError, PreemptionInterrupt
+from hybridrl.run_files.final_sentence import interrupted_sentence
 from hybridrl.run_files.provenance import collect_provenance
 from hybridrl.run_files.run_paths import SUMMARY
 from hybridrl.run_files.run_status import classify_outcome
-from hybridrl.run_files.summary import interrupted_sentence
 from hybridrl.system.formatting import format_seconds
 from hybridrl.system.storage import replace_folder
 

@@ -11,6 +11,7 @@ CLUSTER = "cluster.json"
 PLACEMENT = "placement.json"
 DATA_REPORT = "data-report.json"
 RECOVERIES = "recoveries.jsonl"
+REPORT = "report.html"
 FILES = (
     *(SETTINGS, METRICS, STEPS, EVALUATIONS, SUMMARY, STATUS, LOCK_FILE, CLUSTER, PLACEMENT),
     *(DATA_REPORT, RECOVERIES),

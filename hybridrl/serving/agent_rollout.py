@@ -19,7 +19,7 @@ import numpy as np
 
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import EnvironmentConfig, RolloutConfig
-from hybridrl.environments.episode_runner import EpisodeRequest, EpisodeResult
+from hybridrl.environments.episode_request import EpisodeRequest, EpisodeResult
 from hybridrl.errors import RolloutError
 from hybridrl.rollout.episode_batch import EpisodeSample, build_episode_batch
 from hybridrl.rollout.rollout_engine import RequestQueue, RolloutEngine

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.environments.episode_runner import EpisodeRequest, EpisodeResult
+from hybridrl.environments.episode_request import EpisodeRequest, EpisodeResult
 from hybridrl.rollout.transcript import TokenTranscript
 from hybridrl.system.redaction import redact
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from hybridrl.environments.episode_runner import EpisodeRequest, EpisodeResult
+from hybridrl.environments.episode_request import EpisodeRequest, EpisodeResult
 
 _log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hybridrl.system.host_environment import bind_to_nearby_cores
+from hybridrl.system.host_variables import bind_to_nearby_cores
 
 COLLECTIVE_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """torch.distributed back ends by kind of device; small CPU tensors travel by gloo everywhere."""
@@ -156,7 +156,7 @@ def set_current_device(kind: str, local_rank: int) -> torch.device:
 
     Args:
         local_rank: The place of this process among those of its node, which see each other's GPUs
-            (see `host_environment`). One that sees a single GPU has that, whatever its place.
+            (see `host_variables`). One that sees a single GPU has that, whatever its place.
     """
     if kind == "cpu":
         return torch.device("cpu")

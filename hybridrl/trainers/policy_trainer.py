@@ -15,8 +15,8 @@ from hybridrl.rewards.loading import make_short_names, resolve_functions
 from hybridrl.trainers import trainer as base
 from hybridrl.trainers.episode_branches import unfold_episodes
 from hybridrl.trainers.partial_rollouts import PartialRollouts
-from hybridrl.trainers.reward_shaper import RewardShaper, shapes
 from hybridrl.trainers.role_spec import RoleSpec, standard_roles
+from hybridrl.trainers.score_shaper import ScoreShaper, shapes
 from hybridrl.trainers.trainer import ROLLOUT_COLUMNS, SAMPLE_COLUMNS, UPDATE_COLUMNS
 from hybridrl.trainers.update_columns import SHAPED, STEPS, TURN_COLUMNS
 
@@ -45,7 +45,7 @@ class PolicyTrainer(base.Trainer):
 
     def prepare(self) -> None:
         self.kl = KLCoefficient(self.config)
-        self.shaping = RewardShaper(self.config)
+        self.shaping = ScoreShaper(self.config)
         self.credited = list_credit_columns(self.config)
         self.partial = None
         if self.config.rollout.partial is not None:

@@ -17,7 +17,7 @@ from hybridrl.job.config_resolution import load_config
 from hybridrl.job.job import Job
 from hybridrl.models.model_loading import make_tiny_model
 from hybridrl.run.step_metrics import compute_step_metrics
-from hybridrl.run.watchers.watcher import UnscoredSamplesWatcher
+from hybridrl.run.watchers.unscored_samples import UnscoredSamplesWatcher
 
 pytestmark = pytest.mark.usefixtures("process_group")
 PROMPTS, SAMPLES = 3, 4

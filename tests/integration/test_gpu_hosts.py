@@ -18,7 +18,7 @@ from ranks import run_ranks
 
 from hybridrl.errors import ConfigError, HybridRLError
 from hybridrl.system import device_traits
-from hybridrl.system.host_environment import derive_host_environment
+from hybridrl.system.host_variables import derive_host_environment
 
 NUMBERS = {"GPU-a": 3, "GPU-b": 1, "GPU-c": 0, "MIG-a": 2, "MIG-b": 5}
 """By name, what the driver numbers as."""

@@ -26,7 +26,7 @@ from agent_programs import Conversation, turns_of
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import EnvironmentConfig, RolloutConfig
 from hybridrl.environments.adapters.environment_adapter import MODEL_NAME
-from hybridrl.environments.episode_runner import EpisodeResult
+from hybridrl.environments.episode_request import EpisodeResult
 from hybridrl.errors import RolloutError
 from hybridrl.rollout.sample_generator import GenerationTask
 from hybridrl.run_files.run_reader import open_run

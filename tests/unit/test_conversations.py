@@ -15,7 +15,7 @@ from hybridrl.data.datasets import load_rows
 from hybridrl.data.preference_pairs import tokenize_preference_pairs
 from hybridrl.data.prompts import tokenize_prompts
 from hybridrl.data.row_reader import RowReader
-from hybridrl.data.supervised_examples import tokenize_conversations
+from hybridrl.data.supervised_tokens import tokenize_conversations
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.serving.template_chat import TemplateRenderer
 

@@ -6,7 +6,7 @@ import pytest
 from hybridrl.config.schema import DataConfig
 from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.row_reader import RowReader
-from hybridrl.data.supervised_examples import tokenize_conversations, tokenize_examples
+from hybridrl.data.supervised_tokens import tokenize_conversations, tokenize_examples
 from hybridrl.errors import ConfigError, DataError
 
 # A template that closes a turn with the end token and a space, as ChatML does with a line break.

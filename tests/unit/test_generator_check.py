@@ -4,7 +4,7 @@ import pytest
 
 from hybridrl.config.schema import Config
 from hybridrl.errors import TrainingError
-from hybridrl.run.watchers.watcher import check_generator
+from hybridrl.run.watchers.generator_check import check_generator
 
 
 def figures(k3, **others):

@@ -177,7 +177,7 @@ def test_a_really_full_disk_does_not_speak_of_quotas(tmp_path, monkeypatch):
 def test_importing_the_run_directory_brings_nothing_heavy():
     code = (
         "import sys, hybridrl.run_files.run_directory, hybridrl.run_files.metric_writers,"
-        "hybridrl.console.phase_colors, hybridrl.run_files.summary\n"
+        "hybridrl.console.phase_colors, hybridrl.run_files.final_sentence\n"
         "heavy = {'torch', 'ray', 'matplotlib', 'pandas', 'tensorboard', 'rich', 'pyarrow'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )

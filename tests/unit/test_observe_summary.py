@@ -7,7 +7,7 @@ import pytest
 from hybridrl.batch.call_record import CallRecord
 from hybridrl.config.schema import JudgeConfig, RewardConfig
 from hybridrl.run.step_metrics import compute_phase_shares
-from hybridrl.run_files.summary import (
+from hybridrl.run_files.final_sentence import (
     format_final_sentence,
     interrupted_sentence,
     resolve_accuracy_name,

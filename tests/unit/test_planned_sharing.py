@@ -10,7 +10,7 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config
 from hybridrl.config.schema import ParallelConfig
 from hybridrl.errors import ConfigError, NotPlannedError
 from hybridrl.models.model_shape import compute_model_shape
-from hybridrl.models.prompt_saving import LEAST_SAVINGS
+from hybridrl.models.prompt_sharing_gain import LEAST_SAVINGS
 from hybridrl.placement import RolePlace
 from hybridrl.planner.job_plan import build_job_plan
 from hybridrl.planner.job_roles import load_least_saving

@@ -12,9 +12,9 @@ from hybridrl.algorithms import relative_length_reward
 from hybridrl.batch.batch import Batch
 from hybridrl.checks.settings.algorithm_checks import check_algorithm
 from hybridrl.errors import ConfigError
-from hybridrl.trainers.reward_shaper import (
-    RewardShaper,
+from hybridrl.trainers.score_shaper import (
     ScoreMoments,
+    ScoreShaper,
     add_brevity_reward,
     normalize_scores_by_source,
 )
@@ -111,9 +111,9 @@ def test_a_run_that_goes_on_knows_what_was_scored_before():
     steps = [
         Here(batch([s, s + 1.0], [1, 1], source=["a", "b"]).table) for s in (1.0, 5.0, 2.0, 9.0)
     ]
-    whole = RewardShaper(config)
+    whole = ScoreShaper(config)
     expected = [whole.shaped(step)[SHAPED].tolist() for step in steps]
-    first, second = RewardShaper(config), RewardShaper(config)
+    first, second = ScoreShaper(config), ScoreShaper(config)
     for step in steps[:2]:
         first.shaped(step)
     second.load_state(json.loads(json.dumps(first.state())))

@@ -6,7 +6,7 @@ from tiers import few_of
 from watching import finished, watched
 
 from hybridrl.batch.call_record import CallRecord
-from hybridrl.run.watchers.watcher import SlowDeviceWatcher, compute_slowdowns
+from hybridrl.run.watchers.slow_devices import SlowDeviceWatcher, compute_slowdowns
 from hybridrl.system.cluster_spec import ClusterSpec
 
 

@@ -10,7 +10,7 @@ from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.preference_pairs import tokenize_preference_pairs
 from hybridrl.data.prompts import tokenize_prompts
 from hybridrl.data.row_reader import RowReader
-from hybridrl.data.supervised_examples import tokenize_conversations, tokenize_examples
+from hybridrl.data.supervised_tokens import tokenize_conversations, tokenize_examples
 from hybridrl.rewards.signature import (
     check_parameters_in_columns,
     find_call_scope,

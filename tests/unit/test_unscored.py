@@ -7,7 +7,8 @@ from watching import finished, watched
 
 from hybridrl.batch.call_record import CallRecord
 from hybridrl.errors import RewardError
-from hybridrl.run.watchers.watcher import FinishedEvaluation, UnscoredSamplesWatcher
+from hybridrl.run.watchers.unscored_samples import UnscoredSamplesWatcher
+from hybridrl.run.watchers.watcher import FinishedEvaluation
 from hybridrl.run_files.metric_writers import RunSummary
 
 

@@ -11,7 +11,7 @@ from hybridrl.placement import RolePlace
 from hybridrl.trainers import load_trainer
 
 if TYPE_CHECKING:
-    from hybridrl.models.prompt_saving import LeastSaving
+    from hybridrl.models.prompt_sharing_gain import LeastSaving
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 from hybridrl.checkpoint.keep_rule import check_figure, metric_of
 from hybridrl.config.schema import Config, EvalStopConfig
 from hybridrl.run.watchers.watcher import EndRun, Finding, FinishedEvaluation, Watcher
-from hybridrl.run_files.summary import resolve_accuracy_name
+from hybridrl.run_files.final_sentence import resolve_accuracy_name
 
 _SUMMARY_KEY = "stop"
 """Where the rule keeps what it knows in the summary, which checkpoints bring back."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config.schema import RewardConfig
+from hybridrl.run_files.run_paths import REPORT
 from hybridrl.system.formatting import format_seconds
 
 _GAIN_LABELS = {
@@ -20,8 +21,6 @@ _GAIN_LABELS = {
 """What a run may gain, and how it is called."""
 
 
-REPORT = "report.html"
-"""The run as a page, in its folder."""
 _CHECKING_FUNCTIONS = ("exact", "numeric", "contains", "boxed", "math", "passes_tests")
 """Functions of the library that score an answer 1 if it is right, and less if not."""
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hybridrl.doctor import library_check as libraries
-from hybridrl.system import device_traits, host_environment
-from hybridrl.system.host_environment import (
+from hybridrl.system import device_traits, host_variables
+from hybridrl.system.host_variables import (
     bind_to_nearby_cores,
     derive_host_environment,
     parse_core_list,
@@ -75,7 +75,7 @@ def test_all_threads_keep_to_the_cores_near_their_gpu(listed, bound, monkeypatch
     (tmp_path / "0000:1b:00.0").mkdir()
     if listed is not None:
         (tmp_path / "0000:1b:00.0" / "local_cpulist").write_text(listed.format(some=some))
-    monkeypatch.setattr(host_environment, "_PCI_DEVICES", tmp_path)
+    monkeypatch.setattr(host_variables, "_PCI_DEVICES", tmp_path)
     set_to = {}
     monkeypatch.setattr(os, "sched_setaffinity", set_to.__setitem__)
     bind_to_nearby_cores("0000:1b:00.0")

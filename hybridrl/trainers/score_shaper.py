@@ -57,7 +57,7 @@ class ScoreMoments(NamedTuple):
         return deviation if deviation > 1e-6 else 1.0
 
 
-class RewardShaper:
+class ScoreShaper:
     """The reward shaping of a run, with the moments of each source's scores.
 
     Args:
