@@ -30,18 +30,10 @@ from hybridrl.algorithms.group_advantages import (
     reinforce_plus_plus_baseline,
 )
 from hybridrl.algorithms.importance_correction import importance_weights, mask_far_negatives
+from hybridrl.algorithms.kl_divergence import AdaptiveKLController, FixedKLController, estimate_kl
 from hybridrl.algorithms.lagrange import LagrangeMultiplier
 from hybridrl.algorithms.packed_turns import PackedTurns
-from hybridrl.algorithms.policy_losses import (
-    AdaptiveKLController,
-    FixedKLController,
-    cispo,
-    estimate_kl,
-    ppo_clip,
-    reinforce,
-    sapo,
-    token_weights,
-)
+from hybridrl.algorithms.policy_losses import cispo, ppo_clip, reinforce, sapo
 from hybridrl.algorithms.policy_objective import PolicyObjective
 from hybridrl.algorithms.preference_losses import BradleyTerryObjective, PreferenceObjective
 from hybridrl.algorithms.reward_terms import overlong_penalty, relative_length_reward, shape_rewards
@@ -54,6 +46,7 @@ from hybridrl.algorithms.segments import (
 )
 from hybridrl.algorithms.sequence_losses import gmpo, gspo, vespo
 from hybridrl.algorithms.token_loss import TokenLoss, negative_log_likelihood, value_loss
+from hybridrl.algorithms.token_weighting import token_weights
 from hybridrl.algorithms.trust_region_losses import dppo_kl, dppo_tv
 from hybridrl.algorithms.unpaired_preference import UnpairedPreferenceObjective
 

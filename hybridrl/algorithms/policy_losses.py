@@ -1,5 +1,4 @@
-"""The terms of a policy update's loss: policy losses per token, the divergence from a reference
-policy with the controllers of its coefficient, and the weight of each token.
+"""Policy losses per token.
 
 A policy loss is ``f(log_probs, old_log_probs, advantages, **options)``.
 Tokens may be padded ``[rows, time]`` or packed ``[tokens]``; all tensors have one shape. With
@@ -10,26 +9,16 @@ Every loss returns the metrics ``clip_fraction``, ``dual_clip_fraction``, ``appr
 ``ratio``, per token and detached. Every loss takes an optional ``mask``: off it the inputs are
 replaced before any arithmetic, so that the loss, the metrics and the gradient are exactly 0
 there whatever the inputs were. A loss that takes ``segments`` uses their mask by itself.
-
-Token weights are made once, on the global mini-batch, and travel with the tokens. The loss is then
-a plain sum, and a sum may be split over micro-batches, ranks and sequence parts in any way without
-changing the gradient.
 """
 
 from __future__ import annotations
-
-import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hybridrl.algorithms.segments import (
-    TokenSegments,
     apply_mask,
     as_float,
-    check_known_name,
-    resolve_segments,
 )
 from hybridrl.algorithms.token_loss import TokenLoss
 from hybridrl.errors import ConfigError
@@ -174,175 +163,3 @@ def build_token_loss(
         apply_mask(loss, mask),
         {name: apply_mask(x.detach().to(loss.dtype), mask) for name, x in metrics.items()},
     )
-
-
-KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+")
-REWARD_KL_ESTIMATOR = "k1"
-"""The estimator of a KL in the reward: through the policy gradient no other has the gradient of the
-divergence. Near the reference k3 has a few per cent of it, in another direction."""
-LOSS_KL_ESTIMATOR = "k3+"
-"""The estimator of a KL in the loss."""
-
-
-def estimate_kl(
-    log_probs: Tensor, ref_log_probs: Tensor, estimator: str, *, mask: Tensor | None = None
-) -> Tensor:
-    """Estimate KL(policy || reference) per token, from the log-probabilities of sampled tokens.
-
-    With x = log_probs - ref_log_probs: ``k1`` x; ``k2`` x^2 / 2; ``k3`` exp(-x) + x - 1, with x
-    clamped to +-20 and the value to +-10; ``abs`` |x|. Schulman 2020,
-    http://joschu.net/blog/kl-approx.html.
-
-    A suffix ``+`` keeps the value and takes the gradient of k2 instead (straight-through). As a
-    loss, k2 is the one whose expected gradient is that of the divergence: k1's is 0, and k3's is
-    that of the opposite direction and vanishes where its value is clamped (x < -2.6). In a reward
-    only the value counts: see `REWARD_KL_ESTIMATOR`.
-
-    Shapes: any, all alike. The gradient goes to ``log_probs`` only. With a ``mask`` the result
-    is 0 off it, for any input there.
-    """
-    check_known_name("estimator", estimator, KL_ESTIMATORS)
-    log_probs, ref_log_probs = as_float(log_probs, ref_log_probs.detach())
-    x = apply_mask(log_probs - ref_log_probs, mask)
-    name = estimator.removesuffix("+")
-    if name == estimator:
-        return _value(x, name)
-    k2 = _value(x, "k2")
-    return _value(x.detach(), name) + (k2 - k2.detach())
-
-
-def _value(x: Tensor, name: str) -> Tensor:
-    if name == "k1":
-        return x
-    if name == "k2":
-        return 0.5 * x.square()
-    if name == "abs":
-        return x.abs()
-    x = x.clamp(-20.0, 20.0)
-    # expm1 keeps the digits that exp(-x) - 1 would cancel: x is small for most tokens.
-    return (torch.expm1(-x) + x).clamp(-10.0, 10.0)
-
-
-@dataclass
-class FixedKLController:
-    """A KL coefficient that does not change."""
-
-    coefficient: float
-
-    def update(self, current: float, steps: int) -> None:
-        """Do nothing; both controllers are called alike."""
-
-    def state(self) -> dict[str, float]:
-        """Return nothing: a fixed coefficient is a setting."""
-        return {}
-
-    def load_state(self, state: dict[str, float]) -> None:
-        """Do nothing."""
-
-
-class AdaptiveKLController:
-    """A KL coefficient that steers the divergence towards a target.
-
-    `update` multiplies it by 1 + clip(current / target - 1, -0.2, 0.2) * steps / horizon.
-    Ziegler 2019, arXiv:1909.08593, section 2.2.
-    """
-
-    def __init__(self, initial: float, target: float, horizon: float) -> None:
-        if target <= 0:
-            raise ConfigError(f"The KL `target` is {target}; expected a positive number.")
-        if horizon <= 0:
-            raise ConfigError(f"The KL `horizon` is {horizon}; expected a positive number.")
-        self.coefficient = initial
-        self.target = target
-        self.horizon = horizon
-
-    def update(self, current: float, steps: int) -> None:
-        """Move the coefficient after `steps` samples with a mean divergence of `current`.
-
-        A divergence that is not a number is passed over; it would stay in the coefficient for
-        good.
-        """
-        if 0.2 * steps >= self.horizon:
-            raise ConfigError(
-                f"The KL `horizon` is {self.horizon} and an update counts {steps} steps; with "
-                f"fewer than {0.2 * steps:g} the coefficient could turn negative. Raise it."
-            )
-        error = float(current) / self.target - 1.0
-        if not math.isnan(error):
-            self.coefficient *= 1.0 + min(max(error, -0.2), 0.2) * steps / self.horizon
-
-    def state(self) -> dict[str, float]:
-        """Return what a resumed job needs to continue."""
-        return {"coefficient": self.coefficient}
-
-    def load_state(self, state: dict[str, float]) -> None:
-        """Restore what `state_dict` returned."""
-        self.coefficient = state["coefficient"]
-
-
-AGGREGATION_MODES = (
-    "token-mean",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum",
-    "seq-mean-token-sum-norm",
-    "token-sum",
-)
-
-
-@torch.no_grad()
-def token_weights(
-    mask: Tensor,
-    mode: str,
-    *,
-    length_norm: float | None = None,
-    segments: TokenSegments | None = None,
-) -> Tensor:
-    """Compute weights shaped like the mask, such that the loss is ``(weights * loss).sum()``.
-
-    mask: ``[rows, time]``, or packed ``[tokens]`` with ``segments`` telling the rows. Weights
-    are float32 (float64 for a float64 mask) and 0 off the mask; an empty mask gives only zeros.
-
-    With n the number of rows that have tokens, a token of a row of l tokens weighs
-
-    * ``token-mean``: 1 / number of tokens (DAPO, arXiv:2503.14476)
-    * ``seq-mean-token-mean``: 1 / (n l) (GRPO, arXiv:2402.03300)
-    * ``seq-mean-token-sum``: 1 / n
-    * ``seq-mean-token-sum-norm``: 1 / (n length_norm) (Dr. GRPO, arXiv:2503.20783)
-    * ``token-sum``: 1
-
-    length_norm: the longest allowed response; without it, the time dimension of a padded mask.
-    Raises `ConfigError` for an unknown mode, and for packed tokens without ``length_norm`` in
-    the mode that needs it: a pack does not tell how long a response might have been.
-    """
-    check_known_name("mode", mode, AGGREGATION_MODES)
-    dtype = torch.float64 if mask.dtype == torch.float64 else torch.float32
-    padded = segments is None
-    segments = resolve_segments(mask, segments)
-    held = segments.mask
-    lengths = segments.lengths.to(dtype)
-    rows = (lengths > 0).sum().clamp(min=1).to(dtype)
-
-    if mode == "token-mean":
-        weight = 1.0 / lengths.sum().clamp(min=1)
-    elif mode == "seq-mean-token-mean":
-        weight = segments.spread(1.0 / (rows * lengths.clamp(min=1)))
-    elif mode == "seq-mean-token-sum":
-        weight = 1.0 / rows
-    elif mode == "seq-mean-token-sum-norm":
-        weight = 1.0 / (rows * _length_norm(held, length_norm, padded))
-    else:
-        weight = torch.ones_like(rows)
-    return apply_mask(weight.expand(held.shape), held)
-
-
-def _length_norm(mask: Tensor, length_norm: float | None, padded: bool) -> float:
-    if length_norm is None and not padded:
-        raise ConfigError(
-            "`length_norm` is not set, and packed tokens do not tell the longest allowed "
-            "response; the mode `seq-mean-token-sum-norm` needs it. Set it to that length."
-        )
-    if length_norm is None:
-        return float(max(mask.shape[-1], 1))
-    if length_norm <= 0:
-        raise ConfigError(f"`length_norm` is {length_norm}; expected a positive length.")
-    return float(length_norm)

@@ -25,14 +25,8 @@ from hybridrl.algorithms.group_advantages import (
     reinforce_plus_plus_baseline,
 )
 from hybridrl.algorithms.importance_correction import importance_weights, mask_far_negatives
-from hybridrl.algorithms.policy_losses import (
-    LOSS_KL_ESTIMATOR,
-    cispo,
-    estimate_kl,
-    ppo_clip,
-    reinforce,
-    sapo,
-)
+from hybridrl.algorithms.kl_divergence import LOSS_KL_ESTIMATOR, estimate_kl
+from hybridrl.algorithms.policy_losses import cispo, ppo_clip, reinforce, sapo
 from hybridrl.algorithms.segments import TokenSegments, apply_mask, check_known_name
 from hybridrl.algorithms.sequence_losses import gmpo, gspo, vespo
 from hybridrl.algorithms.token_loss import TokenLoss

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.policy_losses import estimate_kl
+from hybridrl.algorithms.kl_divergence import estimate_kl
 from hybridrl.algorithms.segments import (
     RowGroups,
     TokenSegments,

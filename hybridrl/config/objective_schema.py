@@ -213,7 +213,7 @@ class AlgorithmConfig:
         ),
         MINI_BATCHES,
     ] = "token-mean"
-    """How the losses of a step's tokens become one; see `hybridrl.algorithms.policy_losses`."""
+    """How the losses of a step's tokens become one; see `hybridrl.algorithms.token_weighting`."""
     kl_coefficient: Annotated[NonNegativeFloat, REINFORCED] = 0.0
     """Weight of the KL to the reference; 0 needs no reference model."""
     kl_estimator: Annotated[
@@ -222,7 +222,7 @@ class AlgorithmConfig:
         REINFORCED,
         _WITH_KL,
     ] = None
-    """See `hybridrl.algorithms.policy_losses`; null: `k1` in the reward, `k3+` in the loss."""
+    """See `hybridrl.algorithms.kl_divergence`; null: `k1` in the reward, `k3+` in the loss."""
     kl_in_reward: Annotated[bool, REINFORCED, _WITH_KL] = False
     """Take the KL off the rewards instead of adding it to the loss; where an estimator knows one
     score a sample, the sum of its tokens."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from hybridrl.algorithms import AdaptiveKLController, FixedKLController
-from hybridrl.algorithms.policy_losses import REWARD_KL_ESTIMATOR
+from hybridrl.algorithms.kl_divergence import REWARD_KL_ESTIMATOR
 from hybridrl.algorithms.policy_objective import find_advantage_estimator, has_parameter
 from hybridrl.config.schema import Config, is_served
 from hybridrl.controller import BatchRef, Handle

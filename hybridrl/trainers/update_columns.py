@@ -33,7 +33,7 @@ from hybridrl.algorithms import (
     token_weights,
     whiten,
 )
-from hybridrl.algorithms.policy_losses import REWARD_KL_ESTIMATOR
+from hybridrl.algorithms.kl_divergence import REWARD_KL_ESTIMATOR
 from hybridrl.algorithms.policy_objective import (
     GROUPWISE_ADVANTAGES,
     filter_arguments,

@@ -28,7 +28,7 @@ from engine_cases import (
 )
 from ranks import run_ranks
 
-from hybridrl.algorithms.policy_losses import AGGREGATION_MODES
+from hybridrl.algorithms.token_weighting import AGGREGATION_MODES
 from hybridrl.models.packed_models import CausalPolicy
 from hybridrl.models.packed_samples import PackedSamples
 from hybridrl.parallel import fsdp

@@ -8,9 +8,10 @@ import pytest
 from settings import configured
 
 from hybridrl.algorithms.group_advantages import ADVANTAGE_SCALES
-from hybridrl.algorithms.policy_losses import AGGREGATION_MODES, KL_ESTIMATORS
+from hybridrl.algorithms.kl_divergence import KL_ESTIMATORS
 from hybridrl.algorithms.policy_objective import CORRECTION_MODES
 from hybridrl.algorithms.preference_losses import PREFERENCE_LOSSES
+from hybridrl.algorithms.token_weighting import AGGREGATION_MODES
 from hybridrl.checks.check_list import check
 from hybridrl.config.constraints import NumberRange, OneOf
 from hybridrl.config.schema import Config, TrainerConfig

@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AutoConfig
 
-from hybridrl.algorithms.policy_losses import AGGREGATION_MODES
+from hybridrl.algorithms.token_weighting import AGGREGATION_MODES
 from hybridrl.engine import compiled_layers
 from hybridrl.engine.compiled_layers import compile_layers
 from hybridrl.models import packed_attention

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from settings import configured
 
 from hybridrl.algorithms import AdaptiveKLController, FixedKLController, estimate_kl
-from hybridrl.algorithms.policy_losses import REWARD_KL_ESTIMATOR
+from hybridrl.algorithms.kl_divergence import REWARD_KL_ESTIMATOR
 from hybridrl.config.setting_types import find_invalid_values
 from hybridrl.errors import ConfigError
 from hybridrl.trainers import load_trainer

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridrl import algorithms
 from hybridrl.algorithms import token_weights
-from hybridrl.algorithms.policy_losses import AGGREGATION_MODES
 from hybridrl.algorithms.policy_objective import ADVANTAGE_ESTIMATORS, has_parameter
+from hybridrl.algorithms.token_weighting import AGGREGATION_MODES
 from hybridrl.batch.batch import Batch, RaggedColumn
 from hybridrl.config.schema import AlgorithmConfig
 from hybridrl.errors import ConfigError

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from hybridrl.algorithms import PreferenceObjective, TokenLoss, negative_log_likelihood
-from hybridrl.algorithms.policy_losses import AGGREGATION_MODES
+from hybridrl.algorithms.token_weighting import AGGREGATION_MODES
 from hybridrl.config.model_schema import AUTO_SCHEDULE, SCHEDULES
 from hybridrl.config.schema import CHECKPOINTING_MODES, ActorConfig, OptimizerConfig
 from hybridrl.controller.worker import WorkerContext

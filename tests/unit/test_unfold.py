@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.algorithms.policy_losses import AGGREGATION_MODES
 from hybridrl.algorithms.policy_objective import ADVANTAGE_ESTIMATORS, has_parameter
+from hybridrl.algorithms.token_weighting import AGGREGATION_MODES
 from hybridrl.batch.batch import Batch, RaggedColumn
 from hybridrl.batch.row_balancing import split_by_runs
 from hybridrl.config.schema import AlgorithmConfig
