@@ -41,7 +41,7 @@ class EnvironmentConfig:
     )
     """Columns of the data that programs do not get, for they may run what the model wrote."""
     processes: Annotated[PositiveInt, _WITH_ENVIRONMENT] = 1
-    """Processes per device."""
+    """Processes per replica that generates."""
     episodes: Annotated[PositiveInt, _WITH_ENVIRONMENT] = 64
     """Episodes that a process plays at a time."""
     tasks: Annotated[PositiveInt, _WITH_ENVIRONMENT] = 1024

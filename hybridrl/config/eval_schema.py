@@ -98,7 +98,8 @@ class EvalConfig:
     samples: PositiveInt = 1
     """k of mean@k and pass@k, measured besides when it is more than 1."""
     by_column: Annotated[NameOrPath | None, AppliesIf("data.path")] = None
-    """A column of the data, such as `source`: accuracy is also shown for each of its values."""
+    """A column of the data, such as `source`: each figure of the evaluation is also shown for each
+    of its values."""
     held_out: Annotated[bool | None, _WITH_EVAL_SETS] = None
     """Whether the job's own held-out rows are evaluated beside the sets; null: where something is
     trained."""

@@ -182,8 +182,10 @@ class AlgorithmConfig:
         str | None, OneOf("sum", "min"), STEPPED, AppliesIf("algorithm.step_credit")
     ] = None
     """Where rewards come step by step (`steps` of a reward function, `reward.model_steps`): `sum`,
-    a step has the credit of all rewards from it on; `min`, of the worst of them (PURE); in `grpo`
-    compared with the same step of the group. null: only the sum of a sample's steps counts."""
+    a step has the credit of all rewards from it on; `min`, the same, with each reward weighed by
+    its share of the softmax of -reward / 0.1 in the sample, so that the worst counts (PURE); in
+    `grpo` compared with the same step of the group. null: only the sum of a sample's steps
+    counts."""
     gamma: Annotated[Probability, REINFORCED, _WITH_DISCOUNTED_RETURNS] = 1.0
     """Discount of later rewards."""
     lam: Annotated[Probability, VALUES] = 1.0

@@ -107,7 +107,7 @@ class ControllerConfig:
     """Timeouts of the single controller."""
 
     timeout_s: Seconds = 1800.0
-    """Longest time one call may run on a worker."""
+    """Longest time one call may run on a worker; with `executor=inline` there is no limit."""
     heartbeat_s: Seconds = 60.0
     """A worker process that does not answer for so long while it has a call to do is named on the
     console; the job goes on."""
