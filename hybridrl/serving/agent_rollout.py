@@ -99,17 +99,11 @@ class AgentGenerator(SampleGenerator):
         self.endpoint.close()
         super().close()
 
-    def log_once(self, kind: str, failure: str, kept: Path | None = None) -> None:
-        """Report a failure, unless one that ended alike was reported.
-
-        Args:
-            kept: The file that has the rest of it.
-        """
-        cause = f"{kind}: {failure.rstrip().rpartition(chr(10))[2]}"
+    def log_once(self, cause: str, notice: str) -> None:
+        """Show a notice, unless there was one of the same cause."""
         if cause not in self._logged:
             self._logged.add(cause)
-            rest = "" if kept is None else f"\nIts row, traceback and transcript: {kept}"
-            self._notices.append(f"An episode failed ({kind}):\n{failure}{rest}")
+            self._notices.append(notice)
 
 
 class _RunningEpisode(NamedTuple):
@@ -249,7 +243,12 @@ class AgentStream(SampleStream):
                 f"then; `drop` leaves such episodes out, `value` scores them:\n{failure}"
                 + ("" if kept is None else f"\nIts row, traceback and transcript: {kept}")
             )
-        self._rollout.log_once(played.kind, failure, kept)
+        last_line = failure.rstrip().rpartition("\n")[2]
+        self._rollout.log_once(
+            f"{played.kind}: {last_line}",
+            f"An episode failed ({played.kind}):\n{failure}"
+            + ("" if kept is None else f"\nIts row, traceback and transcript: {kept}"),
+        )
         return settings.error_value if settings.on_error == "value" else math.nan
 
     def _turn_rewards(
@@ -261,8 +260,8 @@ class AgentStream(SampleStream):
         if rewards is not None and len(rewards) != turns:
             self._rollout.log_once(
                 "rewards",
-                f"A program told {len(rewards)} rewards of turns, but the model had {turns}. They "
-                "are left out.",
+                f"A program reported {len(rewards)} rewards of turns, but the model had {turns} "
+                "turns. The rewards are left out.",
             )
             return []
         return list(rewards or [])
