@@ -106,9 +106,9 @@ class RayConfig:
 class ControllerConfig:
     """Timeouts of the single controller."""
 
-    timeout_s: Seconds = 1800.0
-    """Longest time one call may run on a worker; with `executor=inline` there is no limit."""
-    heartbeat_s: Seconds = 60.0
+    timeout_s: Annotated[Seconds, _WITH_RAY] = 1800.0
+    """Longest time one call may run on a worker."""
+    heartbeat_s: Annotated[Seconds, _WITH_RAY] = 60.0
     """A worker process that does not answer for so long while it has a call to do is named on the
     console; the job goes on."""
 
