@@ -7,7 +7,7 @@ vLLM samples from a model with 151,936 tokens, in bfloat16, from all of them and
 top_k=20. The training engine then computes the log-probabilities of what was sampled, in float32:
 over the tokens that were kept, as it does in a job, and over all of them. Ratios of the two are to
 have a mean of 1. Then the built-in task is learned by GRPO with and without top_p and top_k, a
-process for each seed.
+process for each run.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def mean_ratio(found: Tensor, said: Tensor) -> float:
 
 
 def measure_learning(seeds: list[int]) -> None:
-    """Learn the built-in task on one device, in two thirds of the steps of `make train`."""
+    """Learn the built-in task on one device."""
     kept = [f"rollout.{name}={value}" for name, value in KEPT.items()]
     pairs = []
     for seed in seeds:
@@ -131,7 +131,7 @@ def learn(seed: int, settings: list[str]) -> float:
         run = Path(folder) / "run"
         command = [sys.executable, "-m", "hybridrl.main", *TASK, *settings]
         command += [f"run.directory={run}", f"run.seed={seed}"]
-        subprocess.run(command, check=True, capture_output=True, env=dict(os.environ))
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=dict(os.environ))
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return float([line["accuracy"] for line in lines if "accuracy" in line][-1])
 

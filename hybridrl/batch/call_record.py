@@ -63,7 +63,8 @@ class CallRecord:
         tokens: Of prompts and responses, in the rows that it was given and those that it made.
         stage: The rank's in a pipeline: another one has other work.
         faults: Numbers in it that were not finite.
-        notices: What went wrong in it that the settings let pass, for people.
+        notices: What failed in it that the settings let pass, for people.
+        remarks: What people should know of it besides.
         choices: What it decided by measuring, for people.
         metrics: Figures that the worker reported; they add up over ranks and calls, but of those
             named `*_max` the largest counts.
@@ -91,6 +92,7 @@ class CallRecord:
     beside: bool = False
     faults: list[NonFiniteValue] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
     choices: list[str] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     loads: dict[str, dict[str, float]] = field(default_factory=dict)

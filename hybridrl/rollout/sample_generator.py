@@ -188,6 +188,10 @@ class SampleGenerator(ABC):
         """Return sentences on episodes that failed since this was asked last."""
         return []
 
+    def remarks(self) -> list[str]:
+        """Return other sentences on episodes since this was asked last."""
+        return []
+
     def close(self) -> None:
         """End it and its engine."""
         self.engine.close()

@@ -75,6 +75,7 @@ class AgentGenerator(SampleGenerator):
         self.numbers = itertools.count(1)
         self._logged: set[str] = set()
         self._notices: list[str] = []
+        self._remarks: list[str] = []
 
     def begin(self, task: GenerationTask) -> SampleStream:
         """Begin the episodes of all rows; the columns of the data go to their programs.
@@ -94,16 +95,26 @@ class AgentGenerator(SampleGenerator):
         said, self._notices = self._notices, []
         return said
 
+    def remarks(self) -> list[str]:
+        said, self._remarks = self._remarks, []
+        return said
+
     def close(self) -> None:
         self.programs.close()
         self.endpoint.close()
         super().close()
 
-    def log_once(self, cause: str, notice: str) -> None:
-        """Show a notice, unless there was one of the same cause."""
+    def report_failure(self, cause: str, notice: str) -> None:
+        """Show a notice of a failed episode, unless there was one of the same cause."""
         if cause not in self._logged:
             self._logged.add(cause)
             self._notices.append(notice)
+
+    def remark(self, cause: str, sentence: str) -> None:
+        """Show a sentence on an episode that did not fail, unless there was one of the cause."""
+        if cause not in self._logged:
+            self._logged.add(cause)
+            self._remarks.append(sentence)
 
 
 class _RunningEpisode(NamedTuple):
@@ -219,7 +230,7 @@ class AgentStream(SampleStream):
             reward, reason = self._failed(played, session, kept), played.kind
         elif math.isnan(reward) and self._rollout.settings.name == "command":
             reward = 0.0
-            self._rollout.log_once(
+            self._rollout.remark(
                 "no reward",
                 "A program ended with exit status 0, but reported no reward: neither by a number "
                 "in its last line nor, with environment.options.report=true, by posting one. It "
@@ -244,7 +255,7 @@ class AgentStream(SampleStream):
                 + ("" if kept is None else f"\nIts row, traceback and transcript: {kept}")
             )
         last_line = failure.rstrip().rpartition("\n")[2]
-        self._rollout.log_once(
+        self._rollout.report_failure(
             f"{played.kind}: {last_line}",
             f"An episode failed ({played.kind}):\n{failure}"
             + ("" if kept is None else f"\nIts row, traceback and transcript: {kept}"),
@@ -258,7 +269,7 @@ class AgentStream(SampleStream):
         another number."""
         turns = sum(branch.sampled_turns for branch in branches)
         if rewards is not None and len(rewards) != turns:
-            self._rollout.log_once(
+            self._rollout.remark(
                 "rewards",
                 f"A program reported {len(rewards)} rewards of turns, but the model had {turns} "
                 "turns. The rewards are left out.",

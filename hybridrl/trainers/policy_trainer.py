@@ -67,7 +67,7 @@ class PolicyTrainer(base.Trainer):
     ) -> tuple[BatchRef, list[BatchRef]]:
         """Return the rows to learn from, and the rewards of each. They are the samples themselves,
         except where episodes may have several branches: then there is a row for each branch, none
-        for an episode that failed or in which nothing was sampled, and this waits for them."""
+        for an episode without a reward or in which nothing was sampled, and this waits for them."""
         if not self.is_served:
             return samples, list(judged)
         # Numbers of their own: with those of earlier steps they may be learned from together.

@@ -177,9 +177,10 @@ def report_column_sums(worker: Worker, columns: Mapping[str, Sequence[float]]) -
 
 def report_engine_counts(worker: Worker, generator: SampleGenerator) -> None:
     """Report what the engine has counted since the last report (see `RolloutEngine.counts`), and
-    the notices of its episodes."""
+    what there is to say of its episodes."""
     worker.report(**generator.engine.counts())
     worker.record.notices += generator.notices()
+    worker.record.remarks += generator.remarks()
 
 
 def report_weights_received(worker: Worker, cost: SyncCost | None) -> None:

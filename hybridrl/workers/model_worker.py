@@ -72,7 +72,7 @@ class ModelWorker(Worker):
         """Report lookups and hits since the last report, and once why nothing is written any
         more."""
         self.report(**cache.take_counts())
-        self.record.notices += cache.faults
+        self.record.remarks += cache.faults
         cache.faults.clear()
 
     @property

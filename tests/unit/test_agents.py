@@ -207,7 +207,8 @@ def test_a_program_that_ends_well_and_reports_nothing_scores_0_with_a_warning(ht
     rollout = rollout_of(ScriptedEngine(merging_tokenizer("plain")), play, name="command")
     closing(rollout)
     assert rollout.generate(rows(2), TRAINED, 0)["episode_rewards"].tolist() == [0.0, 0.0]
-    (said,) = rollout.notices()
+    assert not rollout.notices()
+    (said,) = rollout.remarks()
     assert said.startswith("A program ended with exit status 0, but reported no reward")
     assert "environment.options.report" in said
     assert "scores 0" in said

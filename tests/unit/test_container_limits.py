@@ -23,6 +23,7 @@ def write_group(folder, monkeypatch, files):
         ("250000 100000", 3),
         ("20000 100000", 1),
         ("written by nobody", 8),
+        ("100000 0", 8),
     ],
 )
 def test_a_quota_leaves_fewer_cores_than_there_are(tmp_path, monkeypatch, quota, usable):
@@ -39,35 +40,31 @@ def test_a_quota_in_version_1_of_control_groups(tmp_path, monkeypatch, quota, co
     assert container_limits.read_core_quota() == cores
 
 
-STATISTICS = "anon 700\ninactive_file 200\ntotal_inactive_file 200"
+V1 = "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"
+V2 = "memory.max", "memory.current", "memory.stat"
+TABLE = "anon 500\nactive_file 150\ninactive_file 50\nodd\nrow of words"
+TOTALS = "active_file 1\ntotal_active_file 150\ntotal_inactive_file 50"
+UNLIMITED = 9223372036854771712
 
 
 @pytest.mark.parametrize(
     ("files", "memory"),
     [
         ({}, None),
-        ({"memory.max": "max", "memory.current": 900, "memory.stat": STATISTICS}, None),
-        ({"memory.max": 1000, "memory.current": 900, "memory.stat": STATISTICS}, (1000, 700)),
-        ({"memory.max": 1000, "memory.current": 900, "memory.stat": "anon 7"}, (1000, 900)),
+        (dict(zip(V2, ("max", 900, TABLE), strict=True)), None),
+        (dict(zip(V2, (1000, 900, TABLE), strict=True)), (1000, 700)),
+        ({"memory.max": 1000, "memory.current": 900}, (1000, 900)),
+        ({"memory.max": 1000}, (1000, 0)),
+        (dict(zip(V2, (1000, 100, TABLE), strict=True)), (1000, 0)),
+        (dict(zip(V1, (1000, 900, TOTALS), strict=True)), (1000, 700)),
+        (dict(zip(V1, (UNLIMITED, 900, TOTALS), strict=True)), None),
         (
-            {
-                "memory/memory.limit_in_bytes": 1000,
-                "memory/memory.usage_in_bytes": 900,
-                "memory/memory.stat": STATISTICS,
-            },
-            (1000, 700),
-        ),
-        (
-            {
-                "memory/memory.limit_in_bytes": 9223372036854771712,
-                "memory/memory.usage_in_bytes": 900,
-                "memory/memory.stat": STATISTICS,
-            },
-            None,
+            dict(zip(V1, (UNLIMITED, 900, "hierarchical_memory_limit 2000"), strict=True)),
+            (2000, 900),
         ),
     ],
 )
-def test_the_memory_of_a_container_in_both_versions_without_droppable_pages(
+def test_the_memory_of_a_container_in_both_versions_without_cached_files(
     tmp_path, monkeypatch, files, memory
 ):
     write_group(tmp_path, monkeypatch, files)

@@ -213,7 +213,7 @@ def test_a_folder_that_cannot_be_written_is_told_once(build, tmp_path):
     assert torch.equal(scored(worker, BATCH), expected)
     assert worker.forwards == [4]
     scored(worker, rows(2, seed=9))
-    (notice,) = worker.record.notices
+    (notice,) = worker.record.remarks
     assert "cache.folder" in notice
 
 

@@ -34,6 +34,16 @@ def test_what_is_scored_is_not_spoken_of():
     )
 
 
+def test_remarks_are_shown_once_as_they_are_and_hide_no_failure():
+    unscored = UnscoredSamplesWatcher()
+    played = record("reward", scored=2, role="actor")
+    played.remarks += ["A program reported no reward.", "A program reported no reward."]
+    assert watched(unscored, finished(1, [played])) == ["step 1: A program reported no reward."]
+    played.notices.append("An episode failed (error)")
+    (said,) = watched(unscored, finished(2, [played]))
+    assert said.startswith("step 2: An episode failed (error)\nThe run goes on")
+
+
 def test_the_first_failure_of_each_role_is_told_once():
     unscored = UnscoredSamplesWatcher()
     some = [record(scored=3, dropped=1, notice="row 2: no"), record(scored=4, notice="row 1: no")]

@@ -23,8 +23,8 @@ _MAX_K3_LOW_BIT = 0.1
 
 
 class GeneratorCheck(Watcher):
-    """Compares them after the first step that learns from samples, also of a run that goes on;
-    later ones may learn from those of older policies."""
+    """Compares generator and trained model after the first step that learns from samples, also of a
+    run that goes on; later steps may learn from samples of older policies."""
 
     def __init__(self, config: Config) -> None:
         self._config = config

@@ -14,7 +14,8 @@ _SCORE_KINDS = ("reward", "cost")
 
 
 class UnscoredSamplesWatcher(Watcher):
-    """A watcher for failed scoring; it reports the first failure of each role once.
+    """A watcher for failed scoring: it reports the first failure of each role, and each remark,
+    once.
 
     Args:
         trains: Whether the run learns: then an evaluation may go without scores.
@@ -22,7 +23,7 @@ class UnscoredSamplesWatcher(Watcher):
 
     def __init__(self, trains: bool = True) -> None:
         self._trains = trains
-        self._told: set[str] = set()
+        self._told: set[str] = set()  # roles and remarks
 
     def on_step_end(self, step: FinishedStep) -> Iterator[str]:
         """Tell of samples of a step.
@@ -47,8 +48,11 @@ class UnscoredSamplesWatcher(Watcher):
                 yield f"{where}: {why.format('its figures say nothing')}"
 
     def _new(self, record: CallRecord, where: str) -> list[str]:
+        remarks = [text for text in dict.fromkeys(record.remarks) if text not in self._told]
+        self._told.update(remarks)
+        found = [f"{where}: {text}" for text in remarks]
         if not record.notices or record.role in self._told:
-            return []
+            return found
         self._told.add(record.role)
         kind, counted = "reward", "`reward/failures` counts such rows"
         if "episode_turns" in record.metrics:
@@ -56,8 +60,9 @@ class UnscoredSamplesWatcher(Watcher):
         elif "cost_count" in record.metrics:
             kind, counted = "cost", "`cost/failures` counts such rows"
         return [
+            *found,
             f"{where}: {record.notices[0].rstrip()}\nThe run goes on, as {kind}.on_error says; "
-            f"{counted}, and this is said once."
+            f"{counted}, and this is said once.",
         ]
 
 
