@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import shutil
 import statistics
 import sysconfig
 import tempfile
@@ -115,7 +116,9 @@ def compare(place: Path, seed: int, steps: int, settings: list[str]) -> dict[str
 
 def train(folder: Path, settings: list[str]) -> float:
     """Make a run, unless it is there, and return its last held-out loss."""
-    if not (folder / "summary.json").exists():
+    summary = folder / "summary.json"
+    if not summary.exists() or json.loads(summary.read_text()).get("interrupted"):
+        shutil.rmtree(folder, ignore_errors=True)
         run(load_config([*INLINE, *settings, *SMALLEST, f"run.directory={folder}"]))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses: list[float] = [line["eval/loss"] for line in lines if "eval/loss" in line]
