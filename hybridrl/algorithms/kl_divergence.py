@@ -111,5 +111,5 @@ class AdaptiveKLController:
         return {"coefficient": self.coefficient}
 
     def load_state(self, state: dict[str, float]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore what `state` returned."""
         self.coefficient = state["coefficient"]

@@ -26,7 +26,7 @@ class UnscoredSamplesWatcher(Watcher):
         self._told: set[str] = set()  # roles and remarks
 
     def on_step_end(self, step: FinishedStep) -> Iterator[str]:
-        """Tell of samples of a step.
+        """Report what failed in a step.
 
         Raises:
             RewardError: if none of them has a score.
@@ -34,7 +34,7 @@ class UnscoredSamplesWatcher(Watcher):
         return self._look(f"step {step.number}", step.records, is_needed=True)
 
     def on_evaluation(self, evaluation: FinishedEvaluation) -> Iterator[str]:
-        """Tell of samples of an evaluation; raises as `on_step_end` if nothing else is done."""
+        """Report what failed in an evaluation; raises as `on_step_end` if nothing else is done."""
         for where, records in evaluation.calls.items():
             yield from self._look(where, records, is_needed=not self._trains)
 
