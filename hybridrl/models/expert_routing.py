@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.errors import ConfigError
-from hybridrl.models.language_model import build_language_model, decoder_of
+from hybridrl.models.language_model import build_meta_language_model, decoder_of
 from hybridrl.models.packed_samples import PackingMetadata
 
 
@@ -175,8 +175,7 @@ def check_routers(config: PretrainedConfig, setting: str, path: str) -> None:
     Raises:
         ConfigError: names the setting.
     """
-    with torch.device("meta"):
-        model = build_language_model(config)
+    model = build_meta_language_model(config)
     if ExpertRouters.of(model) is None:
         raise ConfigError(
             f"{setting}: {path} has no routers that choose experts by a softmax over all of a "

@@ -13,14 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from transformers import PretrainedConfig
 from transformers.utils import logging
 
 from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
 from hybridrl.errors import ConfigError
-from hybridrl.models.language_model import build_language_model, read_language_model
+from hybridrl.models.language_model import build_meta_language_model, read_language_model
 
 SCALAR_HEAD_PREFIX = "score."
 """What the name of a scalar head's parameters begins with."""
@@ -73,8 +72,7 @@ def check_model_tensors(
     if scalar:
         described.num_labels = 1
     try:
-        with torch.device("meta"):
-            build_language_model(described, scalar=scalar)
+        build_meta_language_model(described, scalar=scalar)
     except Exception as error:
         raise ConfigError(
             f"{setting}={path}: transformers {transformers.__version__} cannot build a model of "

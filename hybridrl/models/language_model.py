@@ -12,6 +12,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
 from transformers import (
@@ -120,6 +121,15 @@ def build_language_model(
     except Exception:  # of many kinds: towers may need what was narrowed
         model = kind._from_config(config, **options)
     return without_towers(model)
+
+
+def build_meta_language_model(
+    config: PretrainedConfig, *, scalar: bool = False, **options: Any
+) -> PreTrainedModel:
+    """Build a language model on torch's meta device, as `build_language_model` does: its parameters
+    have shapes and no values."""
+    with torch.device("meta"):
+        return build_language_model(config, scalar=scalar, **options)
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:

@@ -21,7 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.config.schema import FULL_FORMAT, LoraAdapterConfig
 from hybridrl.errors import ConfigError, MissingPackageError, pip_install, suggest_name
-from hybridrl.models.language_model import build_language_model, decoder_of
+from hybridrl.models.language_model import build_meta_language_model, decoder_of
 
 ADAPTER_NAME = "default"
 """The one adapter that a model has here."""
@@ -130,8 +130,7 @@ def check_lora_targets(config: PretrainedConfig, settings: LoraAdapterConfig) ->
     if settings.rank is None or is_usual or importlib.util.find_spec("peft") is None:
         return
     try:
-        with torch.device("meta"):
-            model = build_language_model(config)
+        model = build_meta_language_model(config)
     except ValueError:  # it is no language model, which is told elsewhere, too
         return
     if not is_whole and not find_frozen_linears(model):

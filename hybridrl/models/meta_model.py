@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
 from hybridrl.layout.boxes import full_box
-from hybridrl.models.language_model import build_language_model
+from hybridrl.models.language_model import build_meta_language_model
 from hybridrl.models.packed_attention import PACKED_ATTENTION
 from hybridrl.models.stored_tensors import find_stored_tensors
 
@@ -51,10 +51,9 @@ def build_meta_model(
     if not files.shapes:
         return _left_to_transformers(path, "it has no safetensors files")
     try:
-        with torch.device("meta"):
-            model = build_language_model(
-                config, scalar=scalar, dtype=torch.float32, attn_implementation=PACKED_ATTENTION
-            )
+        model = build_meta_language_model(
+            config, scalar=scalar, dtype=torch.float32, attn_implementation=PACKED_ATTENTION
+        )
     except ValueError as error:
         return _left_to_transformers(path, str(error))
     parameters = dict(model.named_parameters())

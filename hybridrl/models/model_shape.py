@@ -32,7 +32,7 @@ from hybridrl.models.activation_checkpointing import (
     set_activation_checkpointing,
 )
 from hybridrl.models.hidden_matrices import list_hidden_matrices
-from hybridrl.models.language_model import architecture_key, build_language_model, decoder_of
+from hybridrl.models.language_model import architecture_key, build_meta_language_model, decoder_of
 from hybridrl.models.lora import add_adapters, find_frozen_linears
 from hybridrl.models.tensor_plan import read_tensor_plan
 from hybridrl.models.token_bytes import (
@@ -226,13 +226,9 @@ def _count(
     layers = _layers(model, number)
     kinds = [_kind_of(layer, n, whole) for n, layer in enumerate(layers)]
     depths = _depths(kinds)
-    shallow, deep = (_build(narrow_config(whole, 1, n), dtype, scalar, lora) for n in depths)
     plan = read_tensor_plan(decoder_of(model), whole.get_text_config().base_model_tp_plan or {})
     if not plan.cuts_whole_layers(decoder_of(model)):
         token_parts = 1
-    if token_parts > 1:
-        for few, depth in zip((shallow, deep), depths, strict=True):
-            split_tokens_between(few, _layers(few, depth), token_parts)
     text = whole.get_text_config()
     states = text.hidden_size * DTYPES[dtype].itemsize / token_parts  # between layers
     layer = _counts(p for one in layers for p in one.parameters()).times(1 / number)
@@ -241,16 +237,15 @@ def _count(
     head = output.weight if hasattr(output, "weight") else next(output.parameters())
     tied = head is embedding
     known = _counts([embedding] if tied else [embedding, head])
-    tokens = find_row_tokens(shallow, deep)
-    written, touched = measure_product_bytes(shallow, deep, depths, tokens)
     on_host = checkpointing == OFFLOAD_CHECKPOINTING
-    for few in (shallow, deep):
-        set_activation_checkpointing(few, FULL_CHECKPOINTING if on_host else checkpointing)
+    kept = FULL_CHECKPOINTING if on_host else checkpointing
+    few = _find_few_layers(whole, dtype, lora, depths, token_parts)
+    written, touched = few.products
+    training = few.measure_training(kept)
     size = DTYPES[dtype].itemsize
     share = item / size
     is_rounded = lora is not None and lora.base_format == NF4_FORMAT
     rounded = [linear.weight for linear in find_frozen_linears(model)] if is_rounded else []
-    training = measure_token_bytes(shallow, deep, depths, tokens, trains=True)
     if on_host:
         training = training.without(states)
     types = getattr(text, "layer_types", None) or ()
@@ -277,7 +272,7 @@ def _count(
         head=_counts([head]),
         norm=_counts(model.parameters()) - layer.times(number) - known,
         tied=tied,
-        tensor_sizes=tuple(p.numel() for p in {*layers[-1].parameters()} - {*rounded}),
+        tensor_sizes=tuple(p.numel() for p in layers[-1].parameters() if p not in {*rounded}),
         trained_kinds=_count_kinds(model, layers),
         active_of_layer=layer.all - round(_idle(model) / number),
         crosswise=round(_count_crosswise(model) / number),
@@ -286,8 +281,72 @@ def _count(
         item=item,
         training=training.times(share),
         compiled=replace(training, per_layer=compiled).times(share),
-        scoring=measure_token_bytes(shallow, deep, depths, tokens, trains=False).times(share),
+        scoring=few.scoring.times(share),
     )
+
+
+class _FewLayers:
+    """Two models of few layers, whose difference is what a token takes in a layer, whatever head is
+    on them.
+
+    Args:
+        config: Of the whole model, as wide as a rank's part.
+        depths: The numbers of layers of the two.
+        token_parts: Ranks that share out the tokens between attention and MLPs.
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        dtype: str,
+        lora: LoraAdapterConfig | None,
+        depths: tuple[int, int],
+        token_parts: int,
+    ) -> None:
+        self._of_model = config, dtype, lora, token_parts
+        self._depths = depths
+        self._training: dict[str, TokenBytes] = {}
+        pair = self._build_pair()
+        self._tokens = find_row_tokens(*pair)
+        self.products = measure_product_bytes(*pair, depths, self._tokens)
+        self.scoring = measure_token_bytes(*pair, depths, self._tokens, trains=False)
+
+    def measure_training(self, checkpointing: str) -> TokenBytes:
+        """Measure the memory of a token in forward and backward."""
+        if checkpointing not in self._training:
+            pair = self._build_pair()
+            for few in pair:
+                set_activation_checkpointing(few, checkpointing)
+            self._training[checkpointing] = measure_token_bytes(
+                *pair, self._depths, self._tokens, trains=True
+            )
+        return self._training[checkpointing]
+
+    def _build_pair(self) -> tuple[PreTrainedModel, PreTrainedModel]:
+        config, dtype, lora, parts = self._of_model
+        shallow, deep = (
+            _build(narrow_config(config, 1, n), dtype, False, lora) for n in self._depths
+        )
+        if parts > 1:
+            for few, depth in zip((shallow, deep), self._depths, strict=True):
+                split_tokens_between(few, _layers(few, depth), parts)
+        return shallow, deep
+
+
+_few_layers: dict[str, _FewLayers] = {}
+
+
+def _find_few_layers(
+    config: PretrainedConfig,
+    dtype: str,
+    lora: LoraAdapterConfig | None,
+    depths: tuple[int, int],
+    token_parts: int,
+) -> _FewLayers:
+    key = architecture_key(config, dtype, lora, token_parts)
+    if key not in _few_layers:
+        _few_layers[key] = _FewLayers(config, dtype, lora, depths, token_parts)
+    return _few_layers[key]
 
 
 def find_attention_length(model: PreTrainedModel) -> float:
@@ -428,11 +487,11 @@ def _build(
     config: PretrainedConfig, dtype: str, scalar: bool, lora: LoraAdapterConfig | None
 ) -> PreTrainedModel:
     if scalar:
+        config = copy.deepcopy(config)
         config.num_labels = 1
-    with torch.device("meta"):
-        model = build_language_model(
-            config, scalar=scalar, dtype=DTYPES[dtype], attn_implementation=META_ATTENTION
-        )
+    model = build_meta_language_model(
+        config, scalar=scalar, dtype=DTYPES[dtype], attn_implementation=META_ATTENTION
+    )
     if not scalar:
         model.tie_weights()
     model.config.use_cache = False

@@ -12,7 +12,11 @@ from transformers import PretrainedConfig
 
 from hybridrl.batch.arrow_columns import RaggedColumn
 from hybridrl.batch.batch import Batch
-from hybridrl.models.language_model import build_language_model, decoder_of
+from hybridrl.models.language_model import (
+    build_language_model,
+    build_meta_language_model,
+    decoder_of,
+)
 from hybridrl.models.packed_attention import PACKED_ATTENTION
 from hybridrl.models.shrunk_config import SHRUNK_VOCABULARY, shrink_config
 
@@ -53,8 +57,7 @@ class ModelTrial:
         small = shrink_config(config, **cut)
         if scalar:
             small.num_labels = 1
-        with torch.device("meta"):
-            meta = build_language_model(small, scalar=scalar, attn_implementation="eager")
+        meta = build_meta_language_model(small, scalar=scalar, attn_implementation="eager")
         if (size := sum(p.numel() for p in meta.parameters())) > MOST_PARAMETERS:
             raise ValueError(f"it would still have {size:,} parameters")
         options = {"scalar": scalar, "dtype": torch.float32}

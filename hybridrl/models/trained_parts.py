@@ -11,7 +11,7 @@ import torch
 from transformers import PretrainedConfig
 
 from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
-from hybridrl.models.language_model import build_language_model
+from hybridrl.models.language_model import build_meta_language_model
 from hybridrl.models.stored_tensors import as_read, find_storage_format
 
 COMPUTED = "rotary_emb.inv_freq"
@@ -29,8 +29,7 @@ def trained_parts(path: str, config: PretrainedConfig, *, adapters: bool) -> str
     """
     if not Path(path).is_dir() or getattr(config, "quantization_config", None):
         return ""
-    with torch.device("meta"):
-        model = build_language_model(config, dtype=torch.float32)
+    model = build_meta_language_model(config, dtype=torch.float32)
     own = {name: tuple(p.shape) for name, p in model.named_parameters()}
     if find_storage_format(model, own) is None:
         said = f"{type(model).__name__} is saved as transformers writes it, so what {path} has "

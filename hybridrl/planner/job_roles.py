@@ -9,14 +9,13 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import torch
 from transformers import PretrainedConfig
 
 from hybridrl.config.role_models import parse_role_model
 from hybridrl.config.schema import Config, OptimizerConfig
 from hybridrl.layout.training_mesh import build_training_mesh, model_parallel_size
 from hybridrl.models.activation_checkpointing import NO_CHECKPOINTING
-from hybridrl.models.language_model import build_language_model
+from hybridrl.models.language_model import build_meta_language_model
 from hybridrl.models.model_loading import load_model_config
 from hybridrl.models.model_shape import ModelShape, compute_model_shape
 from hybridrl.models.packed_models import PackedModel
@@ -306,8 +305,7 @@ def load_least_saving(setting: str, path: str, scalar: bool) -> LeastSaving | No
         return None
     config = read_model_config(path)
     rows = resolve_sample_layout(config, path, scalar=scalar)
-    with torch.device("meta"):
-        model = build_language_model(config, scalar=scalar, attn_implementation=META_ATTENTION)
+    model = build_meta_language_model(config, scalar=scalar, attn_implementation=META_ATTENTION)
     return find_least_saving(setting, PackedModel(model, rows))
 
 
