@@ -360,6 +360,7 @@ def test_a_model_that_goes_from_token_to_token_is_counted_with_few(monkeypatch):
     assert max(ran) == 2 * token_bytes.MIN_ROW_TOKENS
     monkeypatch.setattr(token_bytes, "MIN_ROW_TOKENS", 4 * token_bytes.MIN_ROW_TOKENS)
     monkeypatch.setattr(model_shape, "_counted", {})
+    monkeypatch.setattr(model_shape, "_few_layers", {})
     more = compute_model_shape(config, "bfloat16")
     assert max(ran) == 2 * token_bytes.MIN_ROW_TOKENS
     assert few.training.per_layer == pytest.approx(more.training.per_layer, rel=0.02)
