@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.algorithms import TokenLoss, TokenSegments
-from hybridrl.batch.batch import Batch, RaggedColumn
+from hybridrl.batch.arrow_columns import RaggedColumn, concatenate_ranges
+from hybridrl.batch.batch import Batch
 from hybridrl.batch.call_record import NonFiniteValue
 from hybridrl.batch.row_balancing import compute_row_costs
 from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
@@ -47,7 +48,7 @@ from hybridrl.models.hidden_matrices import list_hidden_matrices
 from hybridrl.models.model_shape import find_attention_length
 from hybridrl.models.optimizer_states import WHOLE_MATRIX_OPTIMIZERS
 from hybridrl.models.packed_models import PackedModel
-from hybridrl.models.packed_samples import PackedSamples, SampleLayout, concatenate_ranges
+from hybridrl.models.packed_samples import PackedSamples, SampleLayout
 from hybridrl.models.prompt_sharing_gain import find_least_saving
 from hybridrl.models.prompt_trees import PromptTrees
 from hybridrl.parallel.collectives import reduce_over

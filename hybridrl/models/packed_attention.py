@@ -117,7 +117,7 @@ def causal_attention(
         above = None if trees is None else trees.prompt_case(scale)
         return _FlashAttention.apply(q, k, v, sinks, case, above)[..., :width]
     if trees is not None:
-        return trees.attend(q, k, v, scale, sinks)
+        return _tree_attention(q, k, v, packing, scale, sinks)
     buckets = packing.buckets
     if len(buckets) == 1:
         return _rectangle(q, k, v, buckets[0], scale, window, sinks, prompt)
@@ -129,6 +129,29 @@ def causal_attention(
         )
         output = output.index_copy(0, bucket.source, part)
     return output
+
+
+def _tree_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    packing: PackingMetadata,
+    scale: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Compute `causal_attention` of a packed row with trees, without a kernel for samples of any
+    length."""
+    sizes, others, trees = packing.tree_parts
+    queries, keys, values = (x.split(sizes) for x in (q, k, v))
+    alone = [n for n in range(len(sizes)) if n % 3 != 2]
+    parts = (torch.cat([x[n] for n in alone]) for x in (queries, keys, values))
+    found = causal_attention(*parts, others, scale, None, sinks)
+    pieces = list(found.split([sizes[n] for n in alone]))
+    for number, responses in enumerate(trees):
+        at = 3 * number + 2
+        own, prompt = (queries[at], keys[at], values[at]), (keys[at - 1], values[at - 1])
+        pieces.insert(at, causal_attention(*own, responses, scale, None, sinks, prompt))
+    return torch.cat(pieces)
 
 
 class _FlashAttention(torch.autograd.Function):
