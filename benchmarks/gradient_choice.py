@@ -57,8 +57,6 @@ from hybridrl.parallel.measured_reduction import MeasuredReduceScatter, UnitRedu
 from hybridrl.parallel.process_group import ParallelMesh, join_group_world
 from hybridrl.parallel.reduction_choice import (
     FULL_REDUCTION,
-    NO_OVERLAP,
-    STREAM_OVERLAP,
     GradientBucket,
     choose_methods,
 )
@@ -251,16 +249,16 @@ def choices() -> None:
     """The choice alone."""
     close, cases = 0, 200
     for seed in range(cases):
-        buckets, ways, overlap = random_case(seed)
-        close += choose_methods(buckets, ways, overlap).seconds <= 1.03 * least(
-            buckets, ways, overlap
+        buckets, ways, beside = random_case(seed)
+        close += choose_methods(buckets, ways, beside).seconds <= 1.03 * least(
+            buckets, ways, beside
         )
     report("gradient_choice.within_3_percent_of_the_best", close, cases, ">= 0.95", "cases")
     ways = [way(FULL_REDUCTION), *(way(f"{n}", n / 10, n * 1e6, n / 1e4) for n in range(1, 9))]
     buckets = [GradientBucket(10_000 + number, number / 100) for number in range(200)]
-    for name, overlap in (("in_order", NO_OVERLAP), ("on_a_stream", STREAM_OVERLAP)):
+    for name, beside in (("in_order", False), ("on_a_stream", True)):
         begin = time.process_time()
-        choose_methods(buckets, ways, overlap)
+        choose_methods(buckets, ways, beside)
         taken = time.process_time() - begin
         report(f"gradient_choice.200_units.{name}", taken, 0.2, "<= 1", "s")
 

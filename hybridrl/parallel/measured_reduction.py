@@ -21,8 +21,6 @@ from torch.distributed.fsdp import FSDPModule
 from hybridrl.parallel.collectives import reduce_scatter_tensor
 from hybridrl.parallel.compressed_collectives import CompressedReduceScatter, PlainAllocation
 from hybridrl.parallel.reduction_choice import (
-    NO_OVERLAP,
-    STREAM_OVERLAP,
     GradientBucket,
     ReductionChoice,
     choose_methods,
@@ -80,7 +78,7 @@ class MeasuredReduceScatter:
         self, ways: Sequence[ReductionMethod], group: dist.ProcessGroup, device: torch.device
     ) -> None:
         self._ways, self._group, self._device = ways, group, device
-        self._overlap = NO_OVERLAP if device.type == "cpu" else STREAM_OVERLAP
+        self._beside = device.type != "cpu"
         self.choice: ReductionChoice | None = None
         self.units: list[UnitReduceScatter] = []
         self.said: list[str] = []
@@ -128,7 +126,7 @@ class MeasuredReduceScatter:
         self._last = now
         ratio, share = all_reduce_figures([took / expected, share], dist.ReduceOp.MIN, self._group)
         self._updates += 1
-        if self._overlap.beside and self._updates <= SETTLING_UPDATES:
+        if self._beside and self._updates <= SETTLING_UPDATES:
             self._see_gaps(done)
             self._choose()
             if self._updates == SETTLING_UPDATES:
@@ -152,7 +150,7 @@ class MeasuredReduceScatter:
         for unit in self._order:
             buckets.append(GradientBucket(self._values[unit], ready))
             ready += self._gaps[unit]
-        self.choice = choose_methods(buckets, self._costs, self._overlap)
+        self.choice = choose_methods(buckets, self._costs, self._beside)
         made = {way.name: way.sums for way in self._ways}
         costs = {way.name: way for way in self._costs}
         self._seconds = [0.0] * len(buckets)
