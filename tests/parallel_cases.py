@@ -74,13 +74,12 @@ def make_engine(mesh, model=None, optimizer=LEARNING, **settings):
 
 def parts(engine, of=lambda parameter: parameter):
     """By name: the whole shape, the pieces that this rank holds, and what it has of them."""
-    index = engine.mesh.index("tp")
     found = {}
     for name, parameter in engine.model.inner.named_parameters():
         parted = engine.cuts.get(name)
         value = of(parameter).detach()
         local = value.to_local() if isinstance(value, DTensor) else value
-        pieces = find_parameter_pieces(name, parameter, parted, index)
+        pieces = find_parameter_pieces(name, parameter, parted)
         found[name] = full_shape(parameter, parted), pieces, local.clone()
     return found
 

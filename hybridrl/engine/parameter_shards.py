@@ -41,7 +41,7 @@ class ParameterShards:
         self.group, self.device = mesh.stage_group, mesh.device
         self.place = 0 if self.group is None else dist.get_rank(self.group)
         self.names = {parameter: name for name, parameter in parameters.items()}
-        self.layout = build_training_layout(parameters, cuts, mesh, self.group)
+        self.layout = build_training_layout(parameters, cuts, self.group)
         self._pieces: dict[nn.Parameter, tuple[tuple[Piece, int], ...]] = {}
 
     def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:

@@ -113,7 +113,7 @@ class ShardedModel:
         self._gathers = apply_difference_gathers(self.model) if by_difference else []
         if files is not None and is_unread(self.model.inner):
             place = torch.device("cpu") if offload else device
-            materialize_parameters(self.model, files, self.cuts, mesh.index("tp"), place)
+            materialize_parameters(self.model, files, self.cuts, place)
         self._averages: list[Tensor] | None = None  # see `load`
         self._began: dict[str, Tensor] = {}
         if self.begins_with_adapters:
@@ -137,9 +137,7 @@ class ShardedModel:
         if self._layout is None:
             self._drop_gathered()
             parameters = dict(self.model.inner.named_parameters())
-            self._layout = build_training_layout(
-                parameters, self.cuts, self.mesh, self.mesh.group()
-            )
+            self._layout = build_training_layout(parameters, self.cuts, self.mesh.group())
         return self._layout
 
     def local_parameters(self) -> dict[str, Tensor]:
@@ -275,7 +273,7 @@ class ShardedModel:
         before = self._averages
         if share < 1.0 and before is None:
             before = [part.to("cpu", torch.float32, copy=True) for part in parts]
-        load_model_folder(self.model.inner, folder, self.cuts, self.mesh.index("tp"))
+        load_model_folder(self.model.inner, folder, self.cuts)
         self._averages = None
         if share < 1.0 and before is not None:
             self._averages = [

@@ -63,19 +63,26 @@ class ParameterCut:
         bounds: By rank, the ranges [start, stop) on `dim` that it holds one after the other: one,
             or of two matrices in one parameter a range of each. Key and value heads are on several
             ranks where there are fewer of them than ranks.
+        rank: This one's place.
     """
 
     shape: tuple[int, ...]
     dim: int
     bounds: tuple[tuple[tuple[int, int], ...], ...]
+    rank: int
+
+    @property
+    def mine(self) -> tuple[tuple[int, int], ...]:
+        """The ranges that this rank holds."""
+        return self.bounds[self.rank]
 
     def copies(self) -> int:
         """Return the number of ranks that hold the same elements."""
         return len(self.bounds) // len(set(self.bounds))
 
-    def of(self, whole: Tensor, index: int) -> Tensor:
-        """Return the part of `whole` that rank `index` holds."""
-        parts = [whole.narrow(self.dim, at, stop - at) for at, stop in self.bounds[index]]
+    def of(self, whole: Tensor) -> Tensor:
+        """Return the part of `whole` that this rank holds."""
+        parts = [whole.narrow(self.dim, at, stop - at) for at, stop in self.mine]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
 
@@ -99,12 +106,29 @@ class TensorParallelCuts:
         self.cuts: dict[str, ParameterCut] = {}
         self.partial: list[str] = []
 
-    def keep_part(self, module: nn.Module, leaf: str, cut: ParameterCut) -> None:
-        """Replace a parameter of `module` by this rank's part."""
+    def keep_part(
+        self, module: nn.Module, leaf: str, dim: int, parts: int, matrices: int = 1
+    ) -> ParameterCut:
+        """Replace a parameter of `module` by this rank's part.
+
+        Args:
+            parts: Into which each matrix is cut along `dim`; neighbouring ranks share a part where
+                there are more ranks than parts.
+            matrices: That lie one after the other along `dim`.
+        """
         whole = getattr(module, leaf)
-        part = cut.of(whole.detach(), self.rank).clone()
+        shape = tuple(whole.shape)
+        length = shape[dim] // matrices
+        step = -(-length // parts)
+        edges = [min(step * part, length) for part in range(parts + 1)]
+        index = [rank * parts // self.size for rank in range(self.size)]
+        firsts = range(0, shape[dim], length)
+        bounds = tuple(tuple((at + edges[i], at + edges[i + 1]) for at in firsts) for i in index)
+        cut = ParameterCut(shape, dim, bounds, self.rank)
+        part = cut.of(whole.detach()).clone()
         setattr(module, leaf, nn.Parameter(part, requires_grad=whole.requires_grad))
         self.cuts[f"{self.names[module]}.{leaf}"] = cut
+        return cut
 
     def add_partial(self, module: nn.Module, leaves: Iterable[str]) -> None:
         """Note parameters of `module` as ones with partial gradients."""
@@ -172,12 +196,11 @@ def apply_tensor_parallel(model: PackedModel, mesh: ParallelMesh) -> TensorParal
             continue
         is_shared = shared > 1 and path.endswith(_KEY_VALUE_MODULES)
         parts = size // shared if is_shared else size
-        for leaf, parameter in list(module.named_parameters(recurse=False)):
+        for leaf, _ in list(module.named_parameters(recurse=False)):
             if style == "rowwise" and leaf == "bias":
                 done.add_partial(module, [leaf] if splits and not lies_in(path, mixtures) else [])
                 continue
-            found = _even_cut(tuple(parameter.shape), 0 if style == "colwise" else 1, size, parts)
-            done.keep_part(module, leaf, found)
+            done.keep_part(module, leaf, 0 if style == "colwise" else 1, parts)
             if is_shared:
                 done.add_partial(module, [leaf])
         if style == "rowwise":
@@ -222,21 +245,6 @@ def _split_tokens_between(model: PackedModel, cuts: TensorPlan, done: TensorPara
     done.partial = list(dict.fromkeys(done.partial))
 
 
-def _even_cut(
-    shape: tuple[int, ...], dim: int, size: int, parts: int, matrices: int = 1
-) -> ParameterCut:
-    """Return the cut of matrices that lie one after the other, each into `parts`; neighbouring
-    ranks share a part where there are more ranks than parts."""
-    length = shape[dim] // matrices
-    step = -(-length // parts)
-    edges = [min(step * part, length) for part in range(parts + 1)]
-    index = [rank * parts // size for rank in range(size)]
-    firsts = range(0, shape[dim], length)
-    return ParameterCut(
-        shape, dim, tuple(tuple((at + edges[i], at + edges[i + 1]) for at in firsts) for i in index)
-    )
-
-
 def _cut_experts(
     experts: nn.Module, path: str, plan: Mapping[str, str], done: TensorParallelCuts
 ) -> None:
@@ -245,17 +253,16 @@ def _cut_experts(
     ranks have, is a sum as well."""
     group, size = done.group, done.size
     for leaf, parameter in list(experts.named_parameters(recurse=False)):
-        style, shape = plan_style(plan, f"{path}.{leaf}"), tuple(parameter.shape)
+        style = plan_style(plan, f"{path}.{leaf}")
         if style not in (_PACKED_STYLE, "rowwise") or getattr(experts, "is_transposed", False):
             raise ConfigError(
                 f"actor.parallel.tp={size}: the experts of {type(experts).__name__} keep `{leaf}` "
                 "in a form that cannot be cut here. Set actor.parallel.tp=1."
             )
         if style == _PACKED_STYLE:
-            found = _even_cut(shape, len(shape) - 2, size, size, matrices=2)
+            done.keep_part(experts, leaf, parameter.ndim - 2, size, matrices=2)
         else:
-            found = _even_cut(shape, len(shape) - 1, size, size)
-        done.keep_part(experts, leaf, found)
+            done.keep_part(experts, leaf, parameter.ndim - 1, size)
 
     def copy_inputs(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         hidden_states, top_k_index, top_k_weights = args
@@ -280,10 +287,8 @@ def _sum_output(linear: nn.Linear, leave: TensorMap) -> None:
 def _cut_vocabulary(model: PackedModel, done: TensorParallelCuts, leave: TensorMap) -> None:
     """Split the embedding and the output embedding of a language model along the vocabulary."""
     embedding, head = model.inner.get_input_embeddings(), model.inner.get_output_embeddings()
-    found = _even_cut(tuple(embedding.weight.shape), 0, done.size, done.size)
-    ((start, stop),) = found.bounds[done.rank]
     tied = head is not None and head.weight is embedding.weight
-    done.keep_part(embedding, "weight", found)
+    ((start, stop),) = done.keep_part(embedding, "weight", 0, done.size).mine
 
     padding = embedding.padding_idx  # its vector gets no gradient
     if padding is not None:
@@ -299,5 +304,5 @@ def _cut_vocabulary(model: PackedModel, done: TensorParallelCuts, leave: TensorM
         if tied:
             head.weight = embedding.weight
         else:
-            done.keep_part(head, "weight", found)
+            done.keep_part(head, "weight", 0, done.size)
         model.vocabulary = VocabularyShard(start, done.group)
