@@ -39,6 +39,7 @@ from hybridrl.parallel.fsdp import (
 from hybridrl.parallel.measured_reduction import MeasuredReduceScatter
 from hybridrl.parallel.parameter_layout import build_training_layout
 from hybridrl.parallel.process_group import ParallelMesh, to_local
+from hybridrl.parallel.staged_model import StagedModel
 from hybridrl.parallel.training_pipeline import TrainingPipeline
 from hybridrl.system.dtypes import DTYPES
 from hybridrl.weights.collective_reshard import CollectiveReshard
@@ -87,8 +88,8 @@ class ShardedModel:
         self.cuts, self._partial = cuts.cuts, cuts.partial
         self._pipeline: TrainingPipeline | None = None
         if (group := mesh.group("pp")) is not None:
-            self._pipeline = TrainingPipeline(group, config.parallel.chunks)
-            model = self._pipeline.cut(model, DTYPES[dtype])
+            self._pipeline = pipe = TrainingPipeline(group, config.parallel.chunks)
+            model = StagedModel(model, DTYPES[dtype], pipe.rank, pipe.ranks, pipe.chunks)
         kept = config.gradient_checkpointing
         compiled = compile_layers(model, config.compile, device, kept)
         if not (compiled and kept in MEMORY_BUDGETS):
