@@ -46,6 +46,7 @@ from netlab import Host, network
 
 from hybridrl.controller import WorkerContext
 from hybridrl.controller.worker import Rendezvous
+from hybridrl.layout.rank_mesh import RankMesh
 from hybridrl.parallel.compressed_collectives import (
     INT4_CODEC,
     INT8_CODEC,
@@ -113,7 +114,7 @@ def backwards(name: str, limit: float) -> dict[str, Any]:
     torch.manual_seed(0)
     layers = [nn.Linear(inputs, outputs, bias=False) for inputs, outputs in sizes]
     model = nn.Sequential(*layers)
-    mesh = ParallelMesh.data_parallel(CPU, 2).fsdp
+    mesh = ParallelMesh(RankMesh({"dp": 2}), CPU).fsdp
     for layer in layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
