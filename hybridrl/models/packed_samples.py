@@ -236,37 +236,42 @@ class PackedSamples:
 
 
 def _candidates(batch: Batch, device: torch.device) -> TopTokens:
-    """Read the teacher's columns, which must have equally many numbers for each response token."""
-    tokens, found = batch.lengths("response_ids"), []
-    for name in (TEACHER_IDS, TEACHER_LOG_PROBS):
-        column = batch.ragged(name)
-        width = len(column.values) // max(1, int(tokens.sum()))
-        if not torch.equal(column.lengths, torch.from_numpy(tokens) * width):
-            raise DataError(
-                f"The column `{name}` does not have as many numbers for each response token: rows "
-                f"of {column.lengths[:3].tolist()} for {tokens[:3].tolist()} tokens."
-            )
-        found.append(column.values.view(int(tokens.sum()), width).to(device, copy=True))
-    return TopTokens(found[0].long(), found[1])
+    """Read the teacher's columns."""
+    tokens = torch.from_numpy(batch.lengths("response_ids"))
+    ids, log_probs = (
+        _read_by_token(batch, name, tokens, "numbers for each response token").to(device, copy=True)
+        for name in (TEACHER_IDS, TEACHER_LOG_PROBS)
+    )
+    return TopTokens(ids.long(), log_probs)
 
 
 def _routes(batch: Batch, starts: torch.Tensor, tokens: int) -> torch.Tensor | None:
     """Place the column `routed_experts`, which lacks each sample's last token, into the row."""
-    column = batch.ragged(ROUTED_EXPERTS)
     lengths = torch.from_numpy(batch.lengths("prompt_ids") + batch.lengths("response_ids")) - 1
-    if not (count := int(lengths.sum())):
+    if not lengths.sum():
         return None
-    width = len(column.values) // count
-    if not torch.equal(column.lengths, lengths * width):
-        raise DataError(
-            f"The column `{ROUTED_EXPERTS}` does not have as many experts for each token but the "
-            f"last of a sample: rows of {column.lengths[:3].tolist()} for {lengths[:3].tolist()} "
-            "tokens."
-        )
-    found = torch.full((tokens, width), -1, dtype=torch.int32)
-    places = concatenate_ranges(starts, lengths)
-    found[places] = column.values.view(count, width).to(torch.int32)
+    of_what = "experts for each token but the last of a sample"
+    routes = _read_by_token(batch, ROUTED_EXPERTS, lengths, of_what).to(torch.int32)
+    found = torch.full((tokens, routes.shape[1]), -1, dtype=torch.int32)
+    found[concatenate_ranges(starts, lengths)] = routes
     return found
+
+
+def _read_by_token(batch: Batch, name: str, tokens: torch.Tensor, of_what: str) -> torch.Tensor:
+    """Read a column that has equally many numbers for each token, `[tokens, numbers]`.
+
+    Args:
+        tokens: Of each row.
+        of_what: What there are as many of, for the message.
+    """
+    column, count = batch.ragged(name), int(tokens.sum())
+    width = len(column.values) // max(1, count)
+    if not torch.equal(column.lengths, tokens * width):
+        raise DataError(
+            f"The column `{name}` does not have as many {of_what}: rows of "
+            f"{column.lengths[:3].tolist()} for {tokens[:3].tolist()} tokens."
+        )
+    return column.values.view(count, width)
 
 
 def group_similar_samples(lengths: Sequence[Sequence[int]]) -> list[list[int]]:
