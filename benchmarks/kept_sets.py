@@ -87,7 +87,7 @@ def measure_ratios() -> None:
         generator = VLLMEngine(setup, RolloutConfig(kv_cache_gib=0.1, **KEPT))
         model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=PACKED_ATTENTION)
         mesh = ParallelMesh(RankMesh({"dp": 1}), CPU)
-        trainer = TrainEngine(CausalPolicy(model), mesh, CPU, "float32", ActorConfig())
+        trainer = TrainEngine(CausalPolicy(model), mesh, "float32", ActorConfig())
         ids = torch.randint(2, CONFIG.vocab_size, (PROMPTS, PROMPT_TOKENS))
         prompts = Batch.from_columns({"prompt_ids": [row.tolist() for row in ids]})
         divergence = {}

@@ -105,7 +105,7 @@ def arm(setting: str, rows: Batch, chosen: argparse.Namespace) -> Callable[[], f
     model.config.use_cache = False
     settings = ActorConfig(share_prefixes=setting, gradient_checkpointing="none")
     mesh = ParallelMesh(RankMesh({"dp": 1}), CPU)
-    engine = TrainEngine(CausalPolicy(model), mesh, CPU, "float32", settings)
+    engine = TrainEngine(CausalPolicy(model), mesh, "float32", settings)
     engine.start_optimizer(OptimizerConfig(), updates=1000)
 
     def update() -> float:

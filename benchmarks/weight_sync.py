@@ -62,9 +62,7 @@ LOOPBACK = "127.0.0.1"
 def train_engine(folder: Path, learning_rate: float, updates: int) -> TrainEngine:
     config = ActorConfig(optimizer=OptimizerConfig(learning_rate=learning_rate))
     mesh = ParallelMesh(RankMesh({"dp": 1}), CPU)
-    engine = TrainEngine(
-        CausalPolicy(load_model(str(folder), "float32")), mesh, CPU, "bfloat16", config
-    )
+    engine = TrainEngine(CausalPolicy(load_model(str(folder), "float32")), mesh, "bfloat16", config)
     engine.start_optimizer(config.optimizer, updates)
     return engine
 

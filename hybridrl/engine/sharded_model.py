@@ -52,7 +52,6 @@ class ShardedModel:
     Args:
         model: On the CPU or not read yet (on the meta device).
         mesh: How it is cut over the ranks.
-        device: This rank's device.
         dtype: Name of the precision of computation.
         config: Gradient checkpointing, offload, pipeline chunks.
         files: That the model is of. If it is not read yet, every rank reads what is left to it.
@@ -71,7 +70,6 @@ class ShardedModel:
         self,
         model: PackedModel,
         mesh: ParallelMesh,
-        device: torch.device,
         dtype: str,
         config: ActorConfig,
         files: TensorReader | None = None,
@@ -79,10 +77,9 @@ class ShardedModel:
         self.source, self.loads = files, 0
         self.config = config
         self.forget_rounded: Callable[[], None] = lambda: None
-        self.device = device
-        self.mesh = mesh
+        self.mesh, self.device = mesh, mesh.device
         self._layout: TensorLayout | None = None
-        offload = config.offload_parameters and device.type != "cpu"
+        offload = config.offload_parameters and self.device.type != "cpu"
         self.has_adapters = has_adapters(model.inner)
         cuts = tensor_parallel.apply_tensor_parallel(model, mesh)
         self.cuts, self._partial = cuts.cuts, cuts.partial
@@ -91,7 +88,7 @@ class ShardedModel:
             self._pipeline = pipe = TrainingPipeline(group, config.parallel.chunks)
             model = StagedModel(model, DTYPES[dtype], pipe.rank, pipe.ranks, pipe.chunks)
         kept = config.gradient_checkpointing
-        compiled = compile_layers(model, config.compile, device, kept)
+        compiled = compile_layers(model, config.compile, self.device, kept)
         if not (compiled and kept in MEMORY_BUDGETS):
             set_activation_checkpointing(model.inner, kept)
         # Gathering gradients once per update, not per micro-batch, needs them whole in memory.
@@ -113,7 +110,7 @@ class ShardedModel:
         by_difference = config.parallel.weights != "full" and mesh.fsdp.size() > mesh.copies
         self._gathers = apply_difference_gathers(self.model) if by_difference else []
         if files is not None and is_unread(self.model.inner):
-            place = torch.device("cpu") if offload else device
+            place = torch.device("cpu") if offload else self.device
             materialize_parameters(self.model, files, self.cuts, place)
         self._averages: list[Tensor] | None = None  # see `load`
         self._began: dict[str, Tensor] = {}

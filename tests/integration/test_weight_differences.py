@@ -42,7 +42,7 @@ def train_for(rank):
     mesh = ParallelMesh(RankMesh({"dp": TRAINERS}), CPU)
     if rank >= TRAINERS:
         return None
-    return TrainEngine(CausalPolicy(make_model()), mesh, CPU, "float32", ActorConfig())
+    return TrainEngine(CausalPolicy(make_model()), mesh, "float32", ActorConfig())
 
 
 def learn(train):
@@ -177,7 +177,7 @@ def damaged_for_good(rank):
     mesh = ParallelMesh(RankMesh({"dp": 1}), CPU)
     train = None
     if rank == 0:
-        train = TrainEngine(CausalPolicy(make_model()), mesh, CPU, "float32", ActorConfig())
+        train = TrainEngine(CausalPolicy(make_model()), mesh, "float32", ActorConfig())
     rollout = Part(0, 1) if rank else None
     channel = WeightChannel(dist.group.WORLD, torch.bfloat16, CPU, train, rollout, method="delta")
     dist.all_to_all_single = Link(100 if rank == 0 else 0)

@@ -80,7 +80,7 @@ def program(rank, folder):
     mesh = ParallelMesh(RankMesh({"dp": TRAINERS}), CPU)
     train = None
     if rank < TRAINERS:
-        train = TrainEngine(CausalPolicy(make_model()), mesh, CPU, "float32", ActorConfig())
+        train = TrainEngine(CausalPolicy(make_model()), mesh, "float32", ActorConfig())
     return [run(rank, folder, train, parts) for parts in (1, 2)]
 
 
@@ -127,7 +127,7 @@ def differences(rank):
     mesh = ParallelMesh(RankMesh({"dp": 1}), CPU)
     train = None
     if rank == 0:
-        train = TrainEngine(CausalPolicy(make_model()), mesh, CPU, "float32", ActorConfig())
+        train = TrainEngine(CausalPolicy(make_model()), mesh, "float32", ActorConfig())
     rollout = Part(rank - 1, 2) if rank else None
     channel = WeightChannel(
         dist.group.WORLD, torch.bfloat16, CPU, train, rollout, parcels=True, method="delta"
