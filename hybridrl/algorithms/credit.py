@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.advantages import returns_to_go
+from hybridrl.algorithms.advantages import place_on_mask, returns_to_go
 from hybridrl.algorithms.group_advantages import group_relative
 from hybridrl.algorithms.segments import RowGroups, TokenSegments, as_float
 
@@ -75,9 +75,7 @@ def part_advantages(
     first = first.scatter_reduce(0, part, torch.arange(len(part), device=part.device), "amin")
     keys = torch.stack([groups[row[first]], number[first]])
     _, compared = torch.unique(keys, dim=1, return_inverse=True)
-    found = torch.zeros(held.shape, dtype=returns.dtype, device=returns.device)
-    found[held] = group_relative(returns[first], compared, scale)[part]
-    return found
+    return place_on_mask(held, group_relative(returns[first], compared, scale)[part])
 
 
 @torch.no_grad()
