@@ -133,11 +133,6 @@ def _describe_as_before(model: PreTrainedModel, folder: Path, dtype: str, source
             shutil.copyfile(file, folder / file.name)
 
 
-def is_unread(model: nn.Module) -> bool:
-    """Return whether parameters are still to be read from files."""
-    return any(parameter.is_meta for parameter in model.parameters())
-
-
 def materialize_parameters(
     model: PackedModel,
     files: TensorReader,

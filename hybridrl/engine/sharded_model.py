@@ -17,7 +17,6 @@ from hybridrl.checkpoint.tensors.write_errors import convert_write_errors, raise
 from hybridrl.config.schema import FULL_FORMAT, ActorConfig
 from hybridrl.engine.compiled_layers import MEMORY_BUDGETS, compile_layers
 from hybridrl.engine.model_folder import (
-    is_unread,
     load_model_folder,
     materialize_parameters,
     save_model_folder,
@@ -109,7 +108,7 @@ class ShardedModel:
         self._units = list_fsdp_units(self.model)
         by_difference = config.parallel.weights != "full" and mesh.fsdp.size() > mesh.copies
         self._gathers = apply_difference_gathers(self.model) if by_difference else []
-        if files is not None and is_unread(self.model.inner):
+        if files is not None and any(p.is_meta for p in self.model.inner.parameters()):
             place = torch.device("cpu") if offload else self.device
             materialize_parameters(self.model, files, self.cuts, place)
         self._averages: list[Tensor] | None = None  # see `load`
