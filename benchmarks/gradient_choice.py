@@ -28,7 +28,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,6 @@ from hybridrl.parallel.reduction_choice import (
     GradientBucket,
     choose_methods,
 )
-from hybridrl.parallel.reduction_timing import ReductionMethod
 
 CPU = torch.device("cpu")
 PORT = 29641
@@ -101,7 +100,7 @@ class Nobody:
 
 
 def measured(
-    units: Sequence[FSDPModule], values: Sequence[int], ways: Sequence[ReductionMethod]
+    units: Sequence[FSDPModule], values: Sequence[int], ways: Mapping[str, CompressedReduceScatter]
 ) -> MeasuredReduceScatter:
     sums = MeasuredReduceScatter(ways, dist.group.WORLD, CPU)
     sums.install(units, values)
@@ -122,17 +121,18 @@ def backwards(name: str, limit: float) -> dict[str, Any]:
         layer.set_gradient_divide_factor(1.0)
         layer.set_force_sum_reduction_for_comms(True)
     values = [inputs * outputs for inputs, outputs in sizes]
-    hops = {"float32": None, "int8": INT8_CODEC, "int4": INT4_CODEC, "top_k": Largest()}
-    ways = [
-        ReductionMethod(name, [ReductionHop(dist.group.WORLD, codec)])
-        for name, codec in hops.items()
-    ]
-    autos = {"auto": measured(layers, values, ways[:3])}
+    lossy = {"int8": INT8_CODEC, "int4": INT4_CODEC, "top_k": Largest()}
+    ways = {
+        name: CompressedReduceScatter([ReductionHop(dist.group.WORLD, codec)])
+        for name, codec in {"float32": None, **lossy}.items()
+    }
+    without = {name: way for name, way in ways.items() if name != "top_k"}
+    autos = {"auto": measured(layers, values, without)}
     autos["auto_top_k"] = measured(layers, values, ways)
     arms: dict[str, Sequence[Any]] = {arm: auto.units for arm, auto in autos.items()}
     arms[FULL_REDUCTION] = [UnitReduceScatter(Nobody(), 0)] * len(layers)
-    for one in ways[1:]:
-        arms[one.name] = [one.sums] * len(layers)
+    for arm in lossy:
+        arms[arm] = [ways[arm]] * len(layers)
     inputs = torch.randn(tokens, sizes[0][0])
     seconds: dict[str, list[float]] = {arm: [] for arm in arms}
     order = list(arms)

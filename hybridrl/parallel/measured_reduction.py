@@ -9,7 +9,7 @@ the sums took with what was measured. All of them are told the same figures, so 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -25,11 +25,7 @@ from hybridrl.parallel.reduction_choice import (
     ReductionChoice,
     choose_methods,
 )
-from hybridrl.parallel.reduction_timing import (
-    ReductionMethod,
-    all_reduce_figures,
-    measure_methods,
-)
+from hybridrl.parallel.reduction_timing import all_reduce_figures, measure_methods
 from hybridrl.system.device_traits import TimingEvent
 from hybridrl.system.measured_choice import MeasuredChoice
 
@@ -63,7 +59,7 @@ class MeasuredReduceScatter:
     """The measured reduce-scatters of one model's gradients, on one rank.
 
     Args:
-        ways: That may be chosen beside `full`, what loses nothing first.
+        ways: By name, those that may be chosen beside `full`, what loses nothing first.
         group: The ranks that share parameters.
         device: This rank's.
 
@@ -75,7 +71,10 @@ class MeasuredReduceScatter:
     """
 
     def __init__(
-        self, ways: Sequence[ReductionMethod], group: dist.ProcessGroup, device: torch.device
+        self,
+        ways: Mapping[str, CompressedReduceScatter],
+        group: dist.ProcessGroup,
+        device: torch.device,
     ) -> None:
         self._ways, self._group, self._device = ways, group, device
         self._beside = device.type != "cpu"
@@ -151,11 +150,10 @@ class MeasuredReduceScatter:
             buckets.append(GradientBucket(self._values[unit], ready))
             ready += self._gaps[unit]
         self.choice = choose_methods(buckets, self._costs, self._beside)
-        made = {way.name: way.sums for way in self._ways}
         costs = {way.name: way for way in self._costs}
         self._seconds = [0.0] * len(buckets)
         for unit, name in zip(self._order, self.choice.ways, strict=True):
-            self.units[unit].sums = made.get(name)
+            self.units[unit].sums = self._ways.get(name)
             values = self._values[unit]
             self._seconds[unit] = max(1e-9, costs[name].codec(values) + costs[name].link(values))
 

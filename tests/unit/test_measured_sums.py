@@ -57,7 +57,7 @@ def link(monkeypatch):
 
 
 def installed(values, beside=False):
-    sums = MeasuredReduceScatter([], None, torch.device("cpu"))
+    sums = MeasuredReduceScatter({}, None, torch.device("cpu"))
     sums._beside = beside
     units = [Unit() for _ in values]
     sums.install(units, values)
