@@ -47,6 +47,7 @@ from hybridrl.job.config_resolution import load_config
 from hybridrl.job.reward_adaptation import compute_differences
 from hybridrl.main import run
 from hybridrl.models.model_loading import load_tokenizer, make_tiny_model
+from hybridrl.parallel import sharded_table
 from hybridrl.parallel.sharded_table import ShardedTable
 
 DIGITS = "0123456789"
@@ -218,9 +219,16 @@ def exchange_rows(rank: int, ranks: int, tasks: int, features: int, store: str, 
     )
     table = ShardedTable(features, 0.1, torch.distributed.group.WORLD, torch.device("cpu"))
     numbers = torch.tensor([number_task(f"{n}") for n in range(rank, tasks, ranks)])
+    to_others, exchange = [], sharded_table.exchange_rows
+
+    def count(values: torch.Tensor, to: list[int], *given: Any) -> torch.Tensor:
+        to_others.append((sum(to) - to[rank]) * values[:1].nbytes)
+        return exchange(values, to, *given)
+
+    sharded_table.exchange_rows = count
     table.fetch(numbers)
     table.update(numbers, torch.ones(len(numbers), features))
-    Path(f"{sent}{rank}").write_text(str(table.bytes_sent))
+    Path(f"{sent}{rank}").write_text(str(sum(to_others)))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
