@@ -146,12 +146,6 @@ class RaggedColumn(NamedTuple):
         return list(rows) if is_plain else [row.as_subclass(type(self.values)) for row in rows]
 
 
-def concatenate_ranges(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Return the concatenation of the ranges `[start, start + length)` of all pairs."""
-    shift = starts - (lengths.cumsum(0) - lengths)
-    return torch.arange(int(lengths.sum())) + shift.repeat_interleave(lengths)
-
-
 def is_numeric_type(arrow_type: pa.DataType) -> bool:
     """Return whether a column of this Arrow type is read as a tensor."""
     return bool(pa.types.is_integer(arrow_type) or pa.types.is_floating(arrow_type))

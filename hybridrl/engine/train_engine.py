@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.algorithms import TokenLoss, TokenSegments
-from hybridrl.batch.arrow_columns import RaggedColumn, concatenate_ranges
-from hybridrl.batch.batch import Batch
+from hybridrl.batch.batch import Batch, RaggedColumn
 from hybridrl.batch.call_record import NonFiniteValue
 from hybridrl.batch.row_balancing import compute_row_costs
 from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
@@ -51,6 +50,7 @@ from hybridrl.models.packed_models import PackedModel
 from hybridrl.models.packed_samples import PackedSamples, SampleLayout
 from hybridrl.models.prompt_sharing_gain import find_least_saving
 from hybridrl.models.prompt_trees import PromptTrees
+from hybridrl.models.token_ranges import concatenate_ranges
 from hybridrl.parallel.collectives import reduce_over
 from hybridrl.parallel.fsdp import list_unit_parameters
 from hybridrl.parallel.process_group import ParallelMesh

@@ -11,13 +11,13 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
-from hybridrl.batch.arrow_columns import concatenate_ranges
 from hybridrl.batch.batch import ROUTED_EXPERTS, TEACHER_IDS, TEACHER_LOG_PROBS, Batch
 from hybridrl.batch.kept_sets import KEPT_SETS
 from hybridrl.errors import DataError
 from hybridrl.models.kept_tokens import KeptTokens
 from hybridrl.models.prompt_trees import PromptTrees
 from hybridrl.models.teacher_kl import TopTokens
+from hybridrl.models.token_ranges import concatenate_ranges
 from hybridrl.system.device_traits import copy_to_device
 
 MAX_PADDING_RATIO = 1.25

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridrl.batch.arrow_columns import concatenate_ranges
 from hybridrl.models.flash_attention import FlashCase, PromptCase
+from hybridrl.models.token_ranges import concatenate_ranges
 from hybridrl.system.device_traits import copy_to_device
 
 

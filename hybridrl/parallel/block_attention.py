@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridrl.batch.arrow_columns import concatenate_ranges
 from hybridrl.models.flash_attention import FlashCase, flash_backward, flash_forward
+from hybridrl.models.token_ranges import concatenate_ranges
 from hybridrl.parallel.padded_attention import PaddedRectangle, make_rectangles
 from hybridrl.parallel.zigzag import RingRow
 from hybridrl.system.device_traits import copy_to_device, fits_flash
