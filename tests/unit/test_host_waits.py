@@ -26,6 +26,7 @@ WAITS = {"item", "tolist", "cpu", "nonzero", "numpy", "masked_select", "unique",
 ALLOWED = {
     ("models/packed_samples.py", "of"): "on the host, before the model runs",
     ("models/packed_samples.py", "buckets"): "lengths are on the host",
+    ("models/packed_samples.py", "_routes"): "on the host, before the model runs",
     ("models/packed_samples.py", "_read_by_token"): "on the host, before the model runs",
     **{
         ("models/prompt_trees.py", name): "lengths are on the host"
