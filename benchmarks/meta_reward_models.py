@@ -47,7 +47,6 @@ from hybridrl.job.config_resolution import load_config
 from hybridrl.job.reward_adaptation import compute_differences
 from hybridrl.main import run
 from hybridrl.models.model_loading import load_tokenizer, make_tiny_model
-from hybridrl.parallel import sharded_table
 from hybridrl.parallel.sharded_table import ShardedTable
 
 DIGITS = "0123456789"
@@ -219,13 +218,13 @@ def exchange_rows(rank: int, ranks: int, tasks: int, features: int, store: str, 
     )
     table = ShardedTable(features, 0.1, torch.distributed.group.WORLD, torch.device("cpu"))
     numbers = torch.tensor([number_task(f"{n}") for n in range(rank, tasks, ranks)])
-    to_others, exchange = [], sharded_table.exchange_rows
+    to_others, exchange = [], table._exchange
 
-    def count(values: torch.Tensor, to: list[int], *given: Any) -> torch.Tensor:
+    def count(values: torch.Tensor, to: list[int], received: list[int]) -> torch.Tensor:
         to_others.append((sum(to) - to[rank]) * values[:1].nbytes)
-        return exchange(values, to, *given)
+        return exchange(values, to, received)
 
-    sharded_table.exchange_rows = count
+    table._exchange = count
     table.fetch(numbers)
     table.update(numbers, torch.ones(len(numbers), features))
     Path(f"{sent}{rank}").write_text(str(sum(to_others)))

@@ -1,8 +1,6 @@
 """Reward models that adapt to tasks: a step against plain torch, the table on ranks, how pairs are
 read, dealt and split, and what is refused."""
 
-from unittest.mock import patch
-
 import numpy as np
 import pytest
 import torch
@@ -26,7 +24,6 @@ from hybridrl.data.task_blocks import (
 )
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.models.model_loading import make_tiny_model
-from hybridrl.parallel import sharded_table
 from hybridrl.parallel.sharded_table import ShardedTable
 from hybridrl.workers.meta_reward_worker import MetaRewardWorker, load_task_table
 from hybridrl.workers.training_engines import ModelSource
@@ -173,16 +170,16 @@ def test_the_table_of_two_ranks_is_that_of_one(tmp_path):
 
     def program(rank):
         table = ShardedTable(2, 0.1, torch.distributed.group.WORLD, torch.device("cpu"))
-        to_others, exchange = [], sharded_table.exchange_rows
+        to_others, exchange = [], table._exchange
 
-        def count(values, to, *given):
+        def count(values, to, received):
             to_others.append((sum(to) - to[rank]) * values[:1].nbytes)
-            return exchange(values, to, *given)
+            return exchange(values, to, received)
 
-        with patch.object(sharded_table, "exchange_rows", count):
-            for _ in range(3):
-                table.update(asked[rank], sent[rank])
-            return table.fetch(asked[rank]), table.export(), sum(to_others)
+        table._exchange = count
+        for _ in range(3):
+            table.update(asked[rank], sent[rank])
+        return table.fetch(asked[rank]), table.export(), sum(to_others)
 
     (first, *_), (second, *_) = found = on_ranks(program)
     torch.testing.assert_close(torch.cat([first, second]), expected)
