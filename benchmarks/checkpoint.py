@@ -66,7 +66,7 @@ def make_engine(parallel: ParallelConfig) -> TrainEngine:
     model.config.use_cache = False
     mesh = ParallelMesh(build_training_mesh(RANKS, parallel), CPU)
     config = ActorConfig(parallel=parallel)
-    engine = TrainEngine(CausalPolicy(model), mesh, CPU, "float32", config)
+    engine = TrainEngine(CausalPolicy(model), mesh, "float32", config)
     engine.start_optimizer(OptimizerConfig(learning_rate=1e-4), updates=1000)
     return engine
 

@@ -28,7 +28,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ from netlab import Host, network
 
 from hybridrl.controller import WorkerContext
 from hybridrl.controller.worker import Rendezvous
+from hybridrl.layout.rank_mesh import RankMesh
 from hybridrl.parallel.compressed_collectives import (
     INT4_CODEC,
     INT8_CODEC,
@@ -57,12 +58,9 @@ from hybridrl.parallel.measured_reduction import MeasuredReduceScatter, UnitRedu
 from hybridrl.parallel.process_group import ParallelMesh, join_group_world
 from hybridrl.parallel.reduction_choice import (
     FULL_REDUCTION,
-    NO_OVERLAP,
-    STREAM_OVERLAP,
     GradientBucket,
     choose_methods,
 )
-from hybridrl.parallel.reduction_timing import ReductionMethod
 
 CPU = torch.device("cpu")
 PORT = 29641
@@ -102,7 +100,7 @@ class Nobody:
 
 
 def measured(
-    units: Sequence[FSDPModule], values: Sequence[int], ways: Sequence[ReductionMethod]
+    units: Sequence[FSDPModule], values: Sequence[int], ways: Mapping[str, CompressedReduceScatter]
 ) -> MeasuredReduceScatter:
     sums = MeasuredReduceScatter(ways, dist.group.WORLD, CPU)
     sums.install(units, values)
@@ -115,7 +113,7 @@ def backwards(name: str, limit: float) -> dict[str, Any]:
     torch.manual_seed(0)
     layers = [nn.Linear(inputs, outputs, bias=False) for inputs, outputs in sizes]
     model = nn.Sequential(*layers)
-    mesh = ParallelMesh.data_parallel(CPU, 2).fsdp
+    mesh = ParallelMesh(RankMesh({"dp": 2}), CPU).fsdp
     for layer in layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -123,17 +121,18 @@ def backwards(name: str, limit: float) -> dict[str, Any]:
         layer.set_gradient_divide_factor(1.0)
         layer.set_force_sum_reduction_for_comms(True)
     values = [inputs * outputs for inputs, outputs in sizes]
-    hops = {"float32": None, "int8": INT8_CODEC, "int4": INT4_CODEC, "top_k": Largest()}
-    ways = [
-        ReductionMethod(name, [ReductionHop(dist.group.WORLD, codec)])
-        for name, codec in hops.items()
-    ]
-    autos = {"auto": measured(layers, values, ways[:3])}
+    lossy = {"int8": INT8_CODEC, "int4": INT4_CODEC, "top_k": Largest()}
+    ways = {
+        name: CompressedReduceScatter([ReductionHop(dist.group.WORLD, codec)])
+        for name, codec in {"float32": None, **lossy}.items()
+    }
+    without = {name: way for name, way in ways.items() if name != "top_k"}
+    autos = {"auto": measured(layers, values, without)}
     autos["auto_top_k"] = measured(layers, values, ways)
     arms: dict[str, Sequence[Any]] = {arm: auto.units for arm, auto in autos.items()}
     arms[FULL_REDUCTION] = [UnitReduceScatter(Nobody(), 0)] * len(layers)
-    for one in ways[1:]:
-        arms[one.name] = [one.sums] * len(layers)
+    for arm in lossy:
+        arms[arm] = [ways[arm]] * len(layers)
     inputs = torch.randn(tokens, sizes[0][0])
     seconds: dict[str, list[float]] = {arm: [] for arm in arms}
     order = list(arms)
@@ -251,16 +250,16 @@ def choices() -> None:
     """The choice alone."""
     close, cases = 0, 200
     for seed in range(cases):
-        buckets, ways, overlap = random_case(seed)
-        close += choose_methods(buckets, ways, overlap).seconds <= 1.03 * least(
-            buckets, ways, overlap
+        buckets, ways, beside = random_case(seed)
+        close += choose_methods(buckets, ways, beside).seconds <= 1.03 * least(
+            buckets, ways, beside
         )
     report("gradient_choice.within_3_percent_of_the_best", close, cases, ">= 0.95", "cases")
     ways = [way(FULL_REDUCTION), *(way(f"{n}", n / 10, n * 1e6, n / 1e4) for n in range(1, 9))]
     buckets = [GradientBucket(10_000 + number, number / 100) for number in range(200)]
-    for name, overlap in (("in_order", NO_OVERLAP), ("on_a_stream", STREAM_OVERLAP)):
+    for name, beside in (("in_order", False), ("on_a_stream", True)):
         begin = time.process_time()
-        choose_methods(buckets, ways, overlap)
+        choose_methods(buckets, ways, beside)
         taken = time.process_time() - begin
         report(f"gradient_choice.200_units.{name}", taken, 0.2, "<= 1", "s")
 

@@ -33,6 +33,7 @@ from hybridrl.config.schema import ActorConfig, RolloutConfig
 from hybridrl.controller.worker import WorkerContext
 from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.engine.train_engine import TrainEngine
+from hybridrl.layout.rank_mesh import RankMesh
 from hybridrl.models.packed_attention import PACKED_ATTENTION
 from hybridrl.models.packed_models import CausalPolicy
 from hybridrl.parallel.process_group import ParallelMesh, join_group_world
@@ -85,8 +86,8 @@ def measure_ratios() -> None:
         setup = EngineSetup(folder, folder, "bfloat16", [1], CPU, context_length=length, job=JOB)
         generator = VLLMEngine(setup, RolloutConfig(kv_cache_gib=0.1, **KEPT))
         model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=PACKED_ATTENTION)
-        mesh = ParallelMesh.data_parallel(CPU, 1)
-        trainer = TrainEngine(CausalPolicy(model), mesh, CPU, "float32", ActorConfig())
+        mesh = ParallelMesh(RankMesh({"dp": 1}), CPU)
+        trainer = TrainEngine(CausalPolicy(model), mesh, "float32", ActorConfig())
         ids = torch.randint(2, CONFIG.vocab_size, (PROMPTS, PROMPT_TOKENS))
         prompts = Batch.from_columns({"prompt_ids": [row.tolist() for row in ids]})
         divergence = {}

@@ -218,9 +218,16 @@ def exchange_rows(rank: int, ranks: int, tasks: int, features: int, store: str, 
     )
     table = ShardedTable(features, 0.1, torch.distributed.group.WORLD, torch.device("cpu"))
     numbers = torch.tensor([number_task(f"{n}") for n in range(rank, tasks, ranks)])
+    to_others, exchange = [], table._exchange
+
+    def count(values: torch.Tensor, to: list[int], received: list[int]) -> torch.Tensor:
+        to_others.append((sum(to) - to[rank]) * values[:1].nbytes)
+        return exchange(values, to, received)
+
+    table._exchange = count
     table.fetch(numbers)
     table.update(numbers, torch.ones(len(numbers), features))
-    Path(f"{sent}{rank}").write_text(str(table.bytes_sent))
+    Path(f"{sent}{rank}").write_text(str(sum(to_others)))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

@@ -117,7 +117,7 @@ def rank_program(rank: int, address: str, folder: Path, options: argparse.Namesp
             continue
         model = load_model(str(folder), "float32")
         enable_low_bit_training(model, bits.get(arm, {}))
-        engine = TrainEngine(CausalPolicy(model), mesh, CPU, "float32", ActorConfig())
+        engine = TrainEngine(CausalPolicy(model), mesh, "float32", ActorConfig())
         engine.start_optimizer(OptimizerConfig(learning_rate=3e-4), 1000)
         engines[arm] = engine
     seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}

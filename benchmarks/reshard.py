@@ -149,7 +149,7 @@ def into_vllm(folder: Path, rounds: int) -> dict[str, tuple[float, int]]:
     parallel = ParallelConfig(tp=TRAIN_TP)
     mesh = ParallelMesh(build_training_mesh(RANKS, parallel, ROLLOUT_TP), CPU)
     policy = CausalPolicy(load_model(str(folder), "float32"))
-    train = TrainEngine(policy, mesh, CPU, "float32", ActorConfig(parallel=parallel))
+    train = TrainEngine(policy, mesh, "float32", ActorConfig(parallel=parallel))
     rollout = VLLMEngine(
         EngineSetup(
             str(folder),

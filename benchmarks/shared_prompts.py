@@ -26,6 +26,7 @@ from hybridrl.algorithms import TokenLoss
 from hybridrl.batch.batch import Batch, RaggedColumn
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
 from hybridrl.engine.train_engine import TrainEngine
+from hybridrl.layout.rank_mesh import RankMesh
 from hybridrl.models.packed_attention import PACKED_ATTENTION
 from hybridrl.models.packed_models import CausalPolicy
 from hybridrl.parallel.process_group import ParallelMesh
@@ -103,8 +104,8 @@ def arm(setting: str, rows: Batch, chosen: argparse.Namespace) -> Callable[[], f
     model = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED_ATTENTION)
     model.config.use_cache = False
     settings = ActorConfig(share_prefixes=setting, gradient_checkpointing="none")
-    mesh = ParallelMesh.data_parallel(CPU, 1)
-    engine = TrainEngine(CausalPolicy(model), mesh, CPU, "float32", settings)
+    mesh = ParallelMesh(RankMesh({"dp": 1}), CPU)
+    engine = TrainEngine(CausalPolicy(model), mesh, "float32", settings)
     engine.start_optimizer(OptimizerConfig(), updates=1000)
 
     def update() -> float:

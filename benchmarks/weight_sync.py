@@ -39,6 +39,7 @@ from hybridrl.controller import WorkerContext
 from hybridrl.controller.worker import Rendezvous
 from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.engine.train_engine import TrainEngine
+from hybridrl.layout.rank_mesh import RankMesh
 from hybridrl.models.model_loading import load_model, make_tiny_model
 from hybridrl.models.packed_models import CausalPolicy
 from hybridrl.parallel.process_group import ParallelMesh, join_group_world, join_world
@@ -60,10 +61,8 @@ LOOPBACK = "127.0.0.1"
 
 def train_engine(folder: Path, learning_rate: float, updates: int) -> TrainEngine:
     config = ActorConfig(optimizer=OptimizerConfig(learning_rate=learning_rate))
-    mesh = ParallelMesh.data_parallel(CPU, 1)
-    engine = TrainEngine(
-        CausalPolicy(load_model(str(folder), "float32")), mesh, CPU, "bfloat16", config
-    )
+    mesh = ParallelMesh(RankMesh({"dp": 1}), CPU)
+    engine = TrainEngine(CausalPolicy(load_model(str(folder), "float32")), mesh, "bfloat16", config)
     engine.start_optimizer(config.optimizer, updates)
     return engine
 

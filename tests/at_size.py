@@ -190,9 +190,7 @@ def _rehearse(job: Job, folder: str, overrides: list[str], spy: tuple[str, int] 
                 setattr(module, buffer, torch.empty(value.shape, dtype=value.dtype, device=DEVICE))
         files = _Files(model)
         with device.phase("load"):
-            engine = TrainEngine(
-                CausalPolicy(model), mesh, DEVICE, config.model.dtype, config.actor, files
-            )
+            engine = TrainEngine(CausalPolicy(model), mesh, config.model.dtype, config.actor, files)
         engine.start_optimizer(config.actor.optimizer, 10)
         seconds["load"] = time.perf_counter() - began
         with device.phase("score"):

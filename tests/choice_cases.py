@@ -5,23 +5,13 @@ import random
 
 from hybridrl.parallel.reduction_choice import (
     FULL_REDUCTION,
-    NO_OVERLAP,
-    STREAM_OVERLAP,
     ZERO_COST,
     CostCurve,
     GradientBucket,
     HopCost,
     MethodCost,
-    OverlapModel,
     predict_backward_seconds,
 )
-
-OVERLAPS = [
-    NO_OVERLAP,
-    STREAM_OVERLAP,
-    OverlapModel(beside=True),
-    OverlapModel(beside=True, contention=0.3),
-]
 
 
 def line(alpha, rate):
@@ -45,10 +35,10 @@ def random_case(seed):
     for name, smaller in (("int8", 4), ("int4", 7.5), ("top_k", 50)):
         link = smaller * 10 ** dice.uniform(5, 7)
         ways.append(way(name, dice.uniform(0, 1), link, dice.uniform(0, 0.1)))
-    return buckets, ways[: dice.randint(2, 4)], OVERLAPS[seed % len(OVERLAPS)]
+    return buckets, ways[: dice.randint(2, 4)], bool(seed % 2)
 
 
-def least(buckets, ways, overlap):
+def least(buckets, ways, beside):
     """By trying everything."""
     tried = itertools.product(ways, repeat=len(buckets))
-    return min(predict_backward_seconds(buckets, chosen, overlap) for chosen in tried)
+    return min(predict_backward_seconds(buckets, chosen, beside) for chosen in tried)

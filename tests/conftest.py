@@ -68,7 +68,8 @@ def mesh(process_group):
     import torch
 
     from hybridrl.controller import WorkerContext
+    from hybridrl.layout.rank_mesh import RankMesh
     from hybridrl.parallel.process_group import ParallelMesh, join_group_world
 
     join_group_world(WorkerContext("actor", 0, 1))
-    return ParallelMesh.data_parallel(torch.device("cpu"), 1)
+    return ParallelMesh(RankMesh({"dp": 1}), torch.device("cpu"))

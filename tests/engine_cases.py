@@ -131,7 +131,7 @@ def plain_update(batch, objective):
 def make_engine(mesh, dtype="float32", optimizer=None, **settings):
     """An engine that learns nothing, unless it gets an optimizer's settings."""
     config = ActorConfig(**settings)
-    engine = TrainEngine(CausalPolicy(make_model()), mesh, CPU, dtype, config)
+    engine = TrainEngine(CausalPolicy(make_model()), mesh, dtype, config)
     standing = OptimizerConfig(learning_rate=0.0, max_grad_norm=0.0)
     engine.start_optimizer(optimizer or standing, updates=1000)
     return engine

@@ -1,5 +1,6 @@
 """What all ranks of a large job hold, worked out by one of them: the others cannot be asked."""
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import torch
@@ -45,7 +46,9 @@ def training_layout_of(engine):
         with patch.object(DeviceMesh, "get_coordinate", lambda _, here=here: here):
             found = {}
             for names in alike.values():
-                one = find_parameter_pieces("", parameters[names[0]], engine.cuts.get(names[0]), tp)
+                cut = engine.cuts.get(names[0])
+                own = None if cut is None else replace(cut, rank=tp)
+                one = find_parameter_pieces("", parameters[names[0]], own)
                 found |= dict.fromkeys(names, one)
         said.append(PackedRankPieces.of_pieces({name: found[name] for name in parameters}))
     assert all(isinstance(p, DTensor) for p in parameters.values())

@@ -1,7 +1,7 @@
 """Models cut over a mesh, against one process: what every kind of parallelism must not change."""
 
 import torch
-from engine_cases import CLIPPED, CPU, TEMPERATURE
+from engine_cases import CLIPPED, TEMPERATURE
 from layout_cases import cut
 from layout_cases import local as local_part
 from torch.distributed.tensor import DTensor
@@ -61,7 +61,7 @@ def make_model(
 def make_engine(mesh, model=None, optimizer=LEARNING, **settings):
     """An engine that keeps, of its first update, this rank's parts of the gradient."""
     policy = CausalPolicy(model or make_model())
-    engine = TrainEngine(policy, mesh, CPU, "float32", ActorConfig(**settings))
+    engine = TrainEngine(policy, mesh, "float32", ActorConfig(**settings))
     engine.start_optimizer(optimizer, updates=1000)
 
     def keep(*_):
@@ -74,13 +74,12 @@ def make_engine(mesh, model=None, optimizer=LEARNING, **settings):
 
 def parts(engine, of=lambda parameter: parameter):
     """By name: the whole shape, the pieces that this rank holds, and what it has of them."""
-    index = engine.mesh.index("tp")
     found = {}
     for name, parameter in engine.model.inner.named_parameters():
         parted = engine.cuts.get(name)
         value = of(parameter).detach()
         local = value.to_local() if isinstance(value, DTensor) else value
-        pieces = find_parameter_pieces(name, parameter, parted, index)
+        pieces = find_parameter_pieces(name, parameter, parted)
         found[name] = full_shape(parameter, parted), pieces, local.clone()
     return found
 

@@ -105,7 +105,7 @@ def work_out(batch):
 def make_engine(mesh, model=None, **settings):
     """An engine that learns nothing."""
     config = ActorConfig(**{"share_prefixes": "true", **settings})
-    engine = TrainEngine(CausalPolicy(model or make_model()), mesh, CPU, "float32", config)
+    engine = TrainEngine(CausalPolicy(model or make_model()), mesh, "float32", config)
     standing = OptimizerConfig(learning_rate=0.0, max_grad_norm=0.0)
     engine.start_optimizer(standing, updates=1000)
     return engine

@@ -42,7 +42,7 @@ def gae(
     row, known = samples.row[held], values[held]
     deltas = rewards[held] + gamma * _later(known, row, 1) - known
     advantages = discounted_cumsum(deltas, row, gamma * lam)
-    return _onto(held, advantages), _onto(held, advantages + known)
+    return place_on_mask(held, advantages), place_on_mask(held, advantages + known)
 
 
 @torch.no_grad()
@@ -55,7 +55,7 @@ def reinforce_plus_plus(
     tokens of the batch, so every row depends on all. Hu 2025, arXiv:2501.03262.
     """
     samples = resolve_segments(mask, segments)
-    returns = _returns(rewards, samples, gamma)
+    returns = returns_to_go(rewards, mask, gamma, segments=samples)
     return whiten(returns, samples.mask), returns
 
 
@@ -70,7 +70,7 @@ def remax(
     other. Li 2023, arXiv:2310.10505.
     """
     samples = resolve_segments(mask, segments)
-    returns = _returns(rewards, samples, 1.0)
+    returns = returns_to_go(rewards, mask, segments=samples)
     return returns - samples.spread(greedy_scores), returns
 
 
@@ -86,16 +86,13 @@ def returns_to_go(
 ) -> Tensor:
     """Compute the discounted rewards from each token on, that token's included. Rows do not depend
     on each other."""
-    return _returns(rewards, resolve_segments(mask, segments), gamma)
-
-
-def _returns(rewards: Tensor, samples: TokenSegments, gamma: float) -> Tensor:
+    samples = resolve_segments(mask, segments)
     (rewards,) = as_float(rewards)
     held = samples.mask
-    return _onto(held, discounted_cumsum(rewards[held], samples.row[held], gamma))
+    return place_on_mask(held, discounted_cumsum(rewards[held], samples.row[held], gamma))
 
 
-def _onto(held: Tensor, kept: Tensor) -> Tensor:
+def place_on_mask(held: Tensor, kept: Tensor) -> Tensor:
     """Place values of the tokens under the mask in the full shape, 0 elsewhere."""
     found = torch.zeros(held.shape, dtype=kept.dtype, device=kept.device)
     found[held] = kept

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.advantages import returns_to_go
+from hybridrl.algorithms.advantages import place_on_mask, returns_to_go
 from hybridrl.algorithms.group_advantages import group_relative
-from hybridrl.algorithms.segments import TokenSegments, as_float
+from hybridrl.algorithms.segments import RowGroups, TokenSegments, as_float
 
 _MIN_TEMPERATURE = 0.1
 
@@ -75,25 +75,20 @@ def part_advantages(
     first = first.scatter_reduce(0, part, torch.arange(len(part), device=part.device), "amin")
     keys = torch.stack([groups[row[first]], number[first]])
     _, compared = torch.unique(keys, dim=1, return_inverse=True)
-    found = torch.zeros(held.shape, dtype=returns.dtype, device=returns.device)
-    found[held] = group_relative(returns[first], compared, scale)[part]
-    return found
+    return place_on_mask(held, group_relative(returns[first], compared, scale)[part])
 
 
 @torch.no_grad()
-def min_form_rewards(rewards: Tensor, row: Tensor, temperature: float = _MIN_TEMPERATURE) -> Tensor:
-    """Weigh each part's reward by the softmax of -reward / temperature in its row, ``[parts]``.
+def min_form_rewards(rewards: Tensor, row: Tensor) -> Tensor:
+    """Weigh each part's reward by the softmax of -reward / 0.1 in its row, ``[parts]``.
 
     What an answer is worth is then its worst step, and no further steps can add to it. PURE, Cheng
     2025, arXiv:2504.15275, equation 8.
     """
+    members = RowGroups.of(row)
     (rewards,) = as_float(rewards)
-    rows = int(row.max()) + 1 if len(row) else 0
-    least = torch.full((rows,), torch.inf, dtype=rewards.dtype, device=rewards.device)
-    least = least.scatter_reduce(0, row, rewards, "amin")
-    weights = (-(rewards - least[row]) / temperature).exp()
-    total = torch.zeros(rows, dtype=rewards.dtype, device=rewards.device)
-    return rewards * weights / total.index_add(0, row, weights)[row]
+    weights = (-(rewards - members.min(rewards)) / _MIN_TEMPERATURE).exp()
+    return rewards * weights / members.sum(weights)
 
 
 def _places(ends: Tensor, row: Tensor, segments: TokenSegments) -> tuple[Tensor, Tensor]:

@@ -68,11 +68,6 @@ class ReadOnlyTensor(Tensor):
         return self
 
 
-def make_read_only(tensor: Tensor) -> Tensor:
-    """Return a read-only tensor on the same memory."""
-    return tensor.as_subclass(ReadOnlyTensor)
-
-
 def _writes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether a call would write into a read-only tensor."""
     if kwargs:
@@ -192,7 +187,7 @@ def to_ragged(array: pa.Array) -> RaggedColumn:
 def to_tensor(array: pa.Array) -> torch.Tensor:
     """Convert an Arrow column of numbers to a read-only tensor without copying it; missing numbers
     are NaN."""
-    return make_read_only(_plain(array))
+    return _plain(array).as_subclass(ReadOnlyTensor)
 
 
 def _plain(array: pa.Array) -> torch.Tensor:

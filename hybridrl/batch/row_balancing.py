@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-
-from hybridrl.errors import ConfigError
 
 
 def split_by_runs(values: Sequence[int], parts: int) -> list[range]:
@@ -63,22 +60,11 @@ def balance_rows(costs: Sequence[float], parts: int) -> list[list[int]]:
 
     Returns:
         For each part the numbers of its rows, ascending. Every row is in one of them.
-
-    Raises:
-        ConfigError: for other costs, or no part.
     """
-    values = [float(cost) for cost in costs]
-    if parts < 1:
-        raise ConfigError(f"Rows cannot be divided into {parts} parts; expected 1 or more.")
-    for row, value in enumerate(values):
-        if not (math.isfinite(value) and value >= 0):
-            raise ConfigError(
-                f"Row {row} has a cost of {value}; expected a finite number, 0 or more."
-            )
-    mean = sum(values) / parts
-    lists, most = _deal(values, parts, _KEPT_SHARE * mean)
-    if most > _EVEN * max([mean, *values]):
-        lists, _ = _deal(values, parts, 0.0)
+    mean = sum(costs) / parts
+    lists, most = _deal(costs, parts, _KEPT_SHARE * mean)
+    if most > _EVEN * max([mean, *costs]):
+        lists, _ = _deal(costs, parts, 0.0)
     return lists
 
 

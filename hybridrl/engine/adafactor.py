@@ -3,6 +3,7 @@ part, with the numbers of `torch.optim.Adafactor`."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from hybridrl.engine.parameter_shards import ParameterShards
 from hybridrl.layout.box_table import slice_at
 from hybridrl.layout.boxes import Box, Piece, box_shape
 from hybridrl.models.optimizer_states import statistic_shape
+from hybridrl.parallel.collectives import reduce_over
 from hybridrl.parallel.process_group import to_local
 
 _SMALLEST_SHARE = torch.finfo(torch.float32).eps
@@ -56,20 +58,19 @@ class Adafactor(Optimizer):
         sums = [self._count(p) for p, _ in learned]
         device = self._shards.device
         flat = torch.cat([part.flatten().to(device) for parts in sums for part in parts])
-        found = iter(self._shards.sum_over_ranks(flat).split([p.numel() for s in sums for p in s]))
+        reduce_over(self._shards.group, flat)
+        found = iter(flat.split([p.numel() for s in sums for p in s]))
         sizes = [self._divide(p, parts, found) for (p, _), parts in zip(learned, sums, strict=True)]
         lengths = torch.stack([self._square_sum(p, to_local(p.grad)) for p, _ in learned])
-        updates = self._shards.sum_over_ranks(lengths.to(device)).tolist()
+        updates = reduce_over(self._shards.group, lengths.to(device)).tolist()
         for (p, group), size, length in zip(learned, sizes, updates, strict=True):
-            rate, count, elements = group["lr"], float(self.state[p]["step"]), self._elements(p)
+            rate, count = group["lr"], float(self.state[p]["step"])
+            elements = math.prod(self._shards.shape(p))
             step = max(_SMALLEST_SIZE, (size / elements) ** 0.5) * min(rate, count**-0.5)
             step /= max(1.0, (length / elements) ** 0.5 / self._longest)
             weight = to_local(p)
             weight.mul_(1 - rate * group["weight_decay"])
             weight.add_(to_local(p.grad), alpha=-step)
-
-    def _elements(self, parameter: nn.Parameter) -> int:
-        return torch.Size(self._shards.shape(parameter)).numel()
 
     def _boxes(
         self, parameter: nn.Parameter, *tensors: Tensor

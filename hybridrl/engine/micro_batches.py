@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -58,28 +59,16 @@ def pack_rows(
                 f"{who} has {size} tokens, more than `{setting}` = {budget} allows in one "
                 f"micro-batch. Raise `{setting}` to at least {size}, or shorten the {them}."
             )
-        if size < 0:
-            raise ConfigError(f"Row {row} has a length of {size} tokens; expected 0 or more.")
     if padded:
         return _rectangles(sizes, budget)
-    leaves = 1 << max(len(sizes) - 1, 0).bit_length()
-    # A tree over the lists, opened or not, that knows the most room left in each half: the first
-    # list with enough room is found in log steps where a scan would take as many as lists.
-    room = [budget] * (2 * leaves)
+    room = np.full(len(sizes), budget)  # in each list, opened or not
     lists: list[list[int]] = []
     for row in sorted(range(len(sizes)), key=lambda row: (-sizes[row], row)):
-        node = 1
-        while node < leaves:
-            node *= 2
-            if room[node] < sizes[row]:
-                node += 1
-        if node - leaves == len(lists):
+        first = int(np.argmax(room[: len(lists) + 1] >= sizes[row]))
+        if first == len(lists):
             lists.append([])
-        lists[node - leaves].append(row)
-        room[node] -= sizes[row]
-        while node > 1:
-            node //= 2
-            room[node] = max(room[2 * node], room[2 * node + 1])
+        lists[first].append(row)
+        room[first] -= sizes[row]
     return [sorted(rows) for rows in lists]
 
 

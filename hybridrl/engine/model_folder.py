@@ -133,16 +133,10 @@ def _describe_as_before(model: PreTrainedModel, folder: Path, dtype: str, source
             shutil.copyfile(file, folder / file.name)
 
 
-def is_unread(model: nn.Module) -> bool:
-    """Return whether parameters are still to be read from files."""
-    return any(parameter.is_meta for parameter in model.parameters())
-
-
 def materialize_parameters(
     model: PackedModel,
     files: TensorReader,
     cuts: Mapping[str, ParameterCut],
-    index: int,
     device: torch.device,
 ) -> None:
     """Allocate the parameters that are on the meta device and read their values from files.
@@ -151,7 +145,6 @@ def materialize_parameters(
         model: Cut, and sharded by FSDP.
         files: Have all of them.
         cuts: Of parameters that are cut over tensor-parallel ranks.
-        index: This rank's place among these.
         device: Where the parameters are to be.
     """
     empty = {name: p for name, p in model.inner.named_parameters() if p.is_meta}
@@ -160,17 +153,17 @@ def materialize_parameters(
         # The same object: it may be tied, and FSDP knows it.
         torch.utils.swap_tensors(parameter, real)
     model._apply(lambda tensor: tensor)  # has FSDP look at what it shards again
-    _read(files, empty, _find_stored_parts(model.inner, empty, files, cuts), cuts, index)
+    _read(files, empty, _find_stored_parts(model.inner, empty, files, cuts), cuts)
 
 
 def load_model_folder(
-    model: PreTrainedModel, folder: Path, cuts: Mapping[str, ParameterCut], index: int
+    model: PreTrainedModel, folder: Path, cuts: Mapping[str, ParameterCut]
 ) -> None:
     """Load the weights that a folder and this rank's part of a model have in common. Parameters
     that the folder lacks stay as they are, with a warning in the log.
 
     Args:
-        cuts, index: See `materialize_parameters`.
+        cuts: See `materialize_parameters`.
 
     Raises:
         ConfigError: if they have none in common, one has another shape, or a file is damaged;
@@ -181,9 +174,9 @@ def load_model_folder(
     parts = _find_stored_parts(model, parameters, files, cuts)
     found = {name: parameter for name, parameter in parameters.items() if name in parts}
     if files.shapes and len(found) < len(parameters) and has_converted_tensors(model):
-        found = _load_whole(model, folder, cuts, index)
+        found = _load_whole(model, folder, cuts)
     elif found:
-        _read(files, found, parts, cuts, index)
+        _read(files, found, parts, cuts)
     else:
         raise ConfigError(
             f"{folder} has no weights for this model: none of its safetensors files' tensors "
@@ -212,13 +205,12 @@ def _read(
     parameters: Mapping[str, nn.Parameter],
     parts: Mapping[str, tuple[StoredTensor, ...]],
     cuts: Mapping[str, ParameterCut],
-    index: int,
 ) -> None:
     for name in parameters:
         for part in parts[name]:
             _check_shape(files.folder, part.name, files.shapes[part.name], part.shape)
     for name, parameter in parameters.items():
-        pieces = find_parameter_pieces(name, parameter, cuts.get(name), index)
+        pieces = find_parameter_pieces(name, parameter, cuts.get(name))
         read_parameter_pieces(files, parts[name], pieces, to_local(parameter.detach()))
 
 
@@ -243,7 +235,7 @@ def read_parameter_pieces(
 
 @torch.no_grad()
 def _load_whole(
-    model: PreTrainedModel, folder: Path, cuts: Mapping[str, ParameterCut], index: int
+    model: PreTrainedModel, folder: Path, cuts: Mapping[str, ParameterCut]
 ) -> dict[str, nn.Parameter]:
     """Load a model that transformers saves under other names, and return the parameters that the
     folder has. Every rank reads the whole folder."""
@@ -262,7 +254,7 @@ def _load_whole(
         whole, cut = values[remove_adapter_prefix(name)], cuts.get(name)
         _check_shape(folder, name, tuple(whole.shape), full_shape(parameter, cut))
         local = to_local(parameter.detach())
-        for piece in find_parameter_pieces(name, parameter, cut, index):
+        for piece in find_parameter_pieces(name, parameter, cut):
             values_here = whole[tuple(slice(*side) for side in piece.box)]
             slice_at(local, piece.start, values_here.shape).copy_(values_here)
     return found

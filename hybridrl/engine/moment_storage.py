@@ -36,9 +36,6 @@ class MomentStorage:
         place: Where moments rest.
         precision: In what precision: a name of `DTYPES`, or `INT8_MOMENTS`, in which vectors and
             what is not of a parameter's shape stay float32.
-
-    Attributes:
-        brought: Tensors that have been made ready for use so far.
     """
 
     def __init__(
@@ -55,7 +52,6 @@ class MomentStorage:
         self._encodes = precision == INT8_MOMENTS
         self._dtype = torch.float32 if self._encodes else DTYPES[precision]
         self._stream = SideStream(device)
-        self.brought = 0
 
     def step(self) -> None:
         """Step all parts; their moments are stored again when it returns."""
@@ -91,7 +87,6 @@ class MomentStorage:
                     state[name] = found
                 else:
                     state[name] = value.to(self._device, torch.float32, non_blocking=True)
-                self.brought += 1
 
     def _fetch(self, part: Tensor) -> Tensor:
         return part if part.device == self._device else copy_to_device(part, self._device)

@@ -128,13 +128,13 @@ class ShardedGradients:
 
     def finish(self) -> None:
         """Sum partial gradients over the tensor-parallel ranks that hold the same elements."""
-        group, index = self._mesh.group("tp"), self._mesh.index("tp")
+        group = self._mesh.group("tp")
         for parameter, cut in self._partial:
             if parameter.grad is None:
                 continue
             local = to_local(parameter.grad)
             parts = [()] if cut is None else sorted(set(cut.bounds))
-            mine = 0 if cut is None else parts.index(cut.bounds[index])
+            mine = 0 if cut is None else parts.index(cut.mine)
             # All parts side by side: the ranks of each need no group of their own.
             sums = local.new_zeros(len(parts), *local.shape)
             sums[mine] = local

@@ -119,7 +119,7 @@ def _differences(
         router_loss_weight=0.0,
         parallel=exact,
     )
-    engine = TrainEngine(copy.requires_grad_(trains), mesh, mesh.device, dtype, settings)
+    engine = TrainEngine(copy.requires_grad_(trains), mesh, dtype, settings)
     batch, name, is_exact = trial.batch(), model.OUTPUTS[0], dtype == "float32"
     found = engine.forward(batch)[name].values
     expected = trial.reference_outputs()

@@ -5,13 +5,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from hybridrl.layout.boxes import Box, Piece
-from hybridrl.parallel.collectives import reduce_over
 from hybridrl.parallel.parameter_layout import build_training_layout
 from hybridrl.parallel.process_group import ParallelMesh
 from hybridrl.parallel.tensor_parallel import ParameterCut
@@ -28,6 +26,7 @@ class ParameterShards:
     Attributes:
         group: The ranks of the stage; None: this one is alone.
         place: The number of this rank among them.
+        ranks: How many there are.
         device: Where it computes.
         names: By parameter.
     """
@@ -40,8 +39,9 @@ class ParameterShards:
     ) -> None:
         self.group, self.device = mesh.stage_group, mesh.device
         self.place = 0 if self.group is None else dist.get_rank(self.group)
+        self.ranks = 1 if self.group is None else self.group.size()
         self.names = {parameter: name for name, parameter in parameters.items()}
-        self.layout = build_training_layout(parameters, cuts, mesh, self.group)
+        self.layout = build_training_layout(parameters, cuts, self.group)
         self._pieces: dict[nn.Parameter, tuple[tuple[Piece, int], ...]] = {}
 
     def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
@@ -57,15 +57,6 @@ class ParameterShards:
             mine = held.get(self.place, ())
             self._pieces[parameter] = tuple((piece, copies[piece.box]) for piece in mine)
         return self._pieces[parameter]
-
-    def sum_over_ranks(self, values: Tensor) -> Tensor:
-        """Add up a tensor of each rank, in place."""
-        return reduce_over(self.group, values)
-
-    @cached_property
-    def ranks(self) -> int:
-        """The number of ranks of the stage."""
-        return 1 if self.group is None else self.group.size()
 
 
 def assign_matrices(

@@ -17,7 +17,6 @@ from hybridrl.checkpoint.tensors.write_errors import convert_write_errors, raise
 from hybridrl.config.schema import FULL_FORMAT, ActorConfig
 from hybridrl.engine.compiled_layers import MEMORY_BUDGETS, compile_layers
 from hybridrl.engine.model_folder import (
-    is_unread,
     load_model_folder,
     materialize_parameters,
     save_model_folder,
@@ -39,6 +38,7 @@ from hybridrl.parallel.fsdp import (
 from hybridrl.parallel.measured_reduction import MeasuredReduceScatter
 from hybridrl.parallel.parameter_layout import build_training_layout
 from hybridrl.parallel.process_group import ParallelMesh, to_local
+from hybridrl.parallel.staged_model import StagedModel
 from hybridrl.parallel.training_pipeline import TrainingPipeline
 from hybridrl.system.dtypes import DTYPES
 from hybridrl.weights.collective_reshard import CollectiveReshard
@@ -51,7 +51,6 @@ class ShardedModel:
     Args:
         model: On the CPU or not read yet (on the meta device).
         mesh: How it is cut over the ranks.
-        device: This rank's device.
         dtype: Name of the precision of computation.
         config: Gradient checkpointing, offload, pipeline chunks.
         files: That the model is of. If it is not read yet, every rank reads what is left to it.
@@ -70,7 +69,6 @@ class ShardedModel:
         self,
         model: PackedModel,
         mesh: ParallelMesh,
-        device: torch.device,
         dtype: str,
         config: ActorConfig,
         files: TensorReader | None = None,
@@ -78,19 +76,18 @@ class ShardedModel:
         self.source, self.loads = files, 0
         self.config = config
         self.forget_rounded: Callable[[], None] = lambda: None
-        self.device = device
-        self.mesh = mesh
+        self.mesh, self.device = mesh, mesh.device
         self._layout: TensorLayout | None = None
-        offload = config.offload_parameters and device.type != "cpu"
+        offload = config.offload_parameters and self.device.type != "cpu"
         self.has_adapters = has_adapters(model.inner)
         cuts = tensor_parallel.apply_tensor_parallel(model, mesh)
         self.cuts, self._partial = cuts.cuts, cuts.partial
         self._pipeline: TrainingPipeline | None = None
         if (group := mesh.group("pp")) is not None:
-            self._pipeline = TrainingPipeline(group, config.parallel.chunks)
-            model = self._pipeline.cut(model, DTYPES[dtype])
+            self._pipeline = pipe = TrainingPipeline(group, config.parallel.chunks)
+            model = StagedModel(model, DTYPES[dtype], pipe.rank, pipe.ranks, pipe.chunks)
         kept = config.gradient_checkpointing
-        compiled = compile_layers(model, config.compile, device, kept)
+        compiled = compile_layers(model, config.compile, self.device, kept)
         if not (compiled and kept in MEMORY_BUDGETS):
             set_activation_checkpointing(model.inner, kept)
         # Gathering gradients once per update, not per micro-batch, needs them whole in memory.
@@ -111,9 +108,9 @@ class ShardedModel:
         self._units = list_fsdp_units(self.model)
         by_difference = config.parallel.weights != "full" and mesh.fsdp.size() > mesh.copies
         self._gathers = apply_difference_gathers(self.model) if by_difference else []
-        if files is not None and is_unread(self.model.inner):
-            place = torch.device("cpu") if offload else device
-            materialize_parameters(self.model, files, self.cuts, mesh.index("tp"), place)
+        if files is not None and any(p.is_meta for p in self.model.inner.parameters()):
+            place = torch.device("cpu") if offload else self.device
+            materialize_parameters(self.model, files, self.cuts, place)
         self._averages: list[Tensor] | None = None  # see `load`
         self._began: dict[str, Tensor] = {}
         if self.begins_with_adapters:
@@ -137,9 +134,7 @@ class ShardedModel:
         if self._layout is None:
             self._drop_gathered()
             parameters = dict(self.model.inner.named_parameters())
-            self._layout = build_training_layout(
-                parameters, self.cuts, self.mesh, self.mesh.group()
-            )
+            self._layout = build_training_layout(parameters, self.cuts, self.mesh.group())
         return self._layout
 
     def local_parameters(self) -> dict[str, Tensor]:
@@ -275,7 +270,7 @@ class ShardedModel:
         before = self._averages
         if share < 1.0 and before is None:
             before = [part.to("cpu", torch.float32, copy=True) for part in parts]
-        load_model_folder(self.model.inner, folder, self.cuts, self.mesh.index("tp"))
+        load_model_folder(self.model.inner, folder, self.cuts)
         self._averages = None
         if share < 1.0 and before is not None:
             self._averages = [

@@ -47,9 +47,10 @@ from hybridrl.models.hidden_matrices import list_hidden_matrices
 from hybridrl.models.model_shape import find_attention_length
 from hybridrl.models.optimizer_states import WHOLE_MATRIX_OPTIMIZERS
 from hybridrl.models.packed_models import PackedModel
-from hybridrl.models.packed_samples import PackedSamples, SampleLayout, concatenate_ranges
+from hybridrl.models.packed_samples import PackedSamples, SampleLayout
 from hybridrl.models.prompt_sharing_gain import find_least_saving
 from hybridrl.models.prompt_trees import PromptTrees
+from hybridrl.models.token_ranges import concatenate_ranges
 from hybridrl.parallel.collectives import reduce_over
 from hybridrl.parallel.fsdp import list_unit_parameters
 from hybridrl.parallel.process_group import ParallelMesh
@@ -74,7 +75,6 @@ class TrainEngine(ShardedModel):
             sharded in place.
         mesh: How the model and its batches are cut over the ranks. Those that differ in `dp` have
             different rows; all others get the same ones.
-        device: This rank's device.
         dtype: Name of the precision of computation.
         config: Micro-batch budget, checkpointing, offload.
         files: Of a model that is not read yet: every rank reads what is left to it.
@@ -94,7 +94,6 @@ class TrainEngine(ShardedModel):
         self,
         model: PackedModel,
         mesh: ParallelMesh,
-        device: torch.device,
         dtype: str,
         config: ActorConfig,
         files: TensorReader | None = None,
@@ -104,12 +103,12 @@ class TrainEngine(ShardedModel):
         self.shares_prompts = self._least_saving is not None
         self._routing = ExpertRouters.of(model.inner)
         self.attention_length = find_attention_length(model.inner)
-        super().__init__(model, mesh, device, dtype, config, files)
+        super().__init__(model, mesh, dtype, config, files)
         self.fault: NonFiniteValue | None = None
         self.rounding_seed: int | None = None
         self._sequence = SequenceParallel.of(mesh)
         self._gradients = self._watch_gradients()
-        moves = not config.offload_parameters and device.type != "cpu"
+        moves = not config.offload_parameters and self.device.type != "cpu"
         self._hosts_moments = config.offload_optimizer and moves
         self._resting: MomentStorage | None = None
         self._offloads_all, self._is_offloaded = config.offload_between_calls and moves, False

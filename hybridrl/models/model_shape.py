@@ -220,7 +220,8 @@ def _count(
     number = config.get_text_config().num_hidden_layers
     whole = narrow_config(config, tp, number)
     item = DTYPES[dtype].itemsize
-    if _has_experts(whole):  # whose products torch can count in this precision only
+    # The products of experts can be counted in this precision only.
+    if _first(whole, _EXPERT_COUNT_FIELDS) > 1:
         dtype = "bfloat16"
     model = _build(whole, dtype, scalar, lora)
     layers = _layers(model, number)
@@ -381,10 +382,6 @@ def _kind_of(layer: nn.Module, number: int, config: PretrainedConfig) -> tuple[o
     types = getattr(config.get_text_config(), "layer_types", None) or ()
     kind = types[number] if number < len(types) and types[number] not in UNIFORM_LAYER_TYPES else ""
     return kind, *((name, p.shape) for name, p in layer.named_parameters())
-
-
-def _has_experts(config: PretrainedConfig) -> bool:
-    return _first(config, _EXPERT_COUNT_FIELDS) > 1
 
 
 def _first(config: PretrainedConfig, names: Sequence[str]) -> int:

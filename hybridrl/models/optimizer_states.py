@@ -94,9 +94,7 @@ def statistic_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def find_state_form(
-    config: OptimizerConfig, ndim: int, is_hidden: bool, setting: str = SETTING
-) -> StateForm:
+def find_state_form(config: OptimizerConfig, ndim: int, is_hidden: bool) -> StateForm:
     """Return what the optimizer of these settings remembers of a parameter.
 
     Args:
@@ -115,7 +113,7 @@ def find_state_form(
             matrix = StateForm(statistics=tuple(_STATISTICS), step="cpu")
             return matrix if ndim > 1 else StateForm(("variance",), step="cpu")
         case _:
-            return probe_user_optimizer(config, ndim, setting)
+            return probe_user_optimizer(config, ndim)
 
 
 def read_options(config: OptimizerConfig, setting: str = SETTING) -> dict[str, Any]:

@@ -8,6 +8,7 @@ rectangles for torch's scaled-dot-product attention; only attention sees the pad
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from hybridrl.models.flash_attention import (
     flash_backward,
     flash_forward,
 )
+from hybridrl.models.linear_map import apply_linear_map
 from hybridrl.models.packed_samples import AttentionBucket, PackingMetadata
 from hybridrl.system.device_traits import fits_flash
 
@@ -115,7 +117,7 @@ def causal_attention(
         above = None if trees is None else trees.prompt_case(scale)
         return _FlashAttention.apply(q, k, v, sinks, case, above)[..., :width]
     if trees is not None:
-        return trees.attend(q, k, v, scale, sinks)
+        return _tree_attention(q, k, v, packing, scale, sinks)
     buckets = packing.buckets
     if len(buckets) == 1:
         return _rectangle(q, k, v, buckets[0], scale, window, sinks, prompt)
@@ -127,6 +129,29 @@ def causal_attention(
         )
         output = output.index_copy(0, bucket.source, part)
     return output
+
+
+def _tree_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    packing: PackingMetadata,
+    scale: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Compute `causal_attention` of a packed row with trees, without a kernel for samples of any
+    length."""
+    sizes, others, trees = packing.tree_parts
+    queries, keys, values = (x.split(sizes) for x in (q, k, v))
+    alone = [n for n in range(len(sizes)) if n % 3 != 2]
+    parts = (torch.cat([x[n] for n in alone]) for x in (queries, keys, values))
+    found = causal_attention(*parts, others, scale, None, sinks)
+    pieces = list(found.split([sizes[n] for n in alone]))
+    for number, responses in enumerate(trees):
+        at = 3 * number + 2
+        own, prompt = (queries[at], keys[at], values[at]), (keys[at - 1], values[at - 1])
+        pieces.insert(at, causal_attention(*own, responses, scale, None, sinks, prompt))
+    return torch.cat(pieces)
 
 
 class _FlashAttention(torch.autograd.Function):
@@ -207,9 +232,12 @@ def _rectangle(
 ) -> torch.Tensor:
     """Compute the attention of one bucket, `[real tokens, heads, head_dim]` in and out. Right
     padding needs no mask, because a causal query never looks to its right."""
-    full = bucket.rows * bucket.longest == len(q)
+    size = bucket.rows * bucket.longest
+    full = size == len(q)
+    scatter = partial(_scatter, places=bucket.target, size=size)
+    select = partial(torch.index_select, dim=0, index=bucket.target)
     dense = [
-        (x if full else _Scatter.apply(x, bucket.target, bucket.rows * bucket.longest))
+        (x if full else apply_linear_map(x, scatter, select))
         .view(bucket.rows, bucket.longest, *x.shape[1:])
         .transpose(1, 2)
         for x in (q, k, v)
@@ -235,7 +263,7 @@ def _rectangle(
         enable_gqa=dense[0].shape[1] != dense[1].shape[1],
     )[..., : v.shape[-1]]
     flat = out.transpose(1, 2).flatten(0, 1)
-    return flat if full else _Gather.apply(flat, bucket.target)
+    return flat if full else apply_linear_map(flat, select, scatter)
 
 
 def _with_sink_key(
@@ -255,34 +283,10 @@ def _with_sink_key(
     ]
 
 
-class _Scatter(torch.autograd.Function):
-    """An autograd function that puts rows at distinct places of a larger zero tensor. Its gradient
-    is a plain gather, which autograd's own index operations do not know (they accumulate)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, places: torch.Tensor, size: int) -> torch.Tensor:
-        ctx.save_for_backward(places)
-        return x.new_zeros(size, *x.shape[1:]).index_copy_(0, places, x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return grad.index_select(0, ctx.saved_tensors[0]), None, None
-
-
-class _Gather(torch.autograd.Function):
-    """An autograd function that takes rows from distinct places: the reverse of `_Scatter`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(places)
-        ctx.size = len(x)
-        return x.index_select(0, places)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad.new_zeros(ctx.size, *grad.shape[1:]).index_copy_(
-            0, ctx.saved_tensors[0], grad
-        ), None
+def _scatter(x: torch.Tensor, places: torch.Tensor, size: int) -> torch.Tensor:
+    """Put rows at distinct places of a larger zero tensor. The gradient is a plain selection, which
+    autograd's own index operations do not know (they accumulate)."""
+    return x.new_zeros(size, *x.shape[1:]).index_copy_(0, places, x)
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -9,13 +9,15 @@ from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 
 from hybridrl.batch.batch import ROUTED_EXPERTS, TEACHER_IDS, TEACHER_LOG_PROBS, Batch
 from hybridrl.batch.kept_sets import KEPT_SETS
 from hybridrl.errors import DataError
-from hybridrl.models.flash_attention import PromptCase
 from hybridrl.models.kept_tokens import KeptTokens
+from hybridrl.models.prompt_trees import PromptTrees
 from hybridrl.models.teacher_kl import TopTokens
+from hybridrl.models.token_ranges import concatenate_ranges
 from hybridrl.system.device_traits import copy_to_device
 
 MAX_PADDING_RATIO = 1.25
@@ -77,30 +79,6 @@ class SequenceShard(Protocol):
         """Return the attention of this rank's tokens; see `causal_attention`. Collective."""
 
 
-class SharedPrompts(Protocol):
-    """The prompts that samples of a packed row share; see `hybridrl.models.prompt_trees`."""
-
-    @property
-    def prompt_starts(self) -> torch.Tensor: ...
-    @property
-    def response_starts(self) -> torch.Tensor: ...
-    @property
-    def bounds(self) -> torch.Tensor: ...
-    @property
-    def offsets(self) -> torch.Tensor: ...
-    def find_prompts(self, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
-    def find_responses(self, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
-    def prompt_case(self, scale: float) -> PromptCase: ...
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor: ...
-
-
 @dataclass(frozen=True)
 class PackingMetadata:
     """The bounds of the samples of a packed row, and what attention and routers need of them.
@@ -123,7 +101,7 @@ class PackingMetadata:
     split: SequenceShard | None = None
     real: torch.Tensor | None = None
     routes: torch.Tensor | None = None
-    trees: SharedPrompts | None = None
+    trees: PromptTrees | None = None
 
     @classmethod
     def of(
@@ -132,7 +110,7 @@ class PackingMetadata:
         device: torch.device,
         real: torch.Tensor | None = None,
         routes: torch.Tensor | None = None,
-        trees: SharedPrompts | None = None,
+        trees: PromptTrees | None = None,
     ) -> PackingMetadata:
         """Build the metadata of samples with the bounds `cu_seqlens` `[samples + 1]`."""
         lengths = cu_seqlens.diff()
@@ -152,6 +130,17 @@ class PackingMetadata:
         groups = group_similar_samples(self.lengths[:, None].tolist())
         device = self.cu_seqlens.device
         return tuple(AttentionBucket.of(samples, self.lengths, device) for samples in groups)
+
+    @cached_property
+    def tree_parts(self) -> tuple[list[int], PackingMetadata, list[PackingMetadata]]:
+        """The parts of a row with trees, see `PromptTrees.split_row`: their tokens, the samples
+        that are no responses of trees, and the responses of each tree."""
+        assert self.trees is not None
+        sizes, lengths = self.trees.split_row()
+        others, *trees = (
+            PackingMetadata.of(F.pad(x.cumsum(0), (1, 0)), self.cu_seqlens.device) for x in lengths
+        )
+        return sizes, others, trees
 
     def position_ids(self, tokens: int) -> torch.Tensor:
         """Return positions that start at 0 in each sample, and behind its prompt in a response
@@ -199,7 +188,7 @@ class PackedSamples:
         device: torch.device,
         rows: SampleLayout = SampleLayout.PACKED,
         multiple: int = 1,
-        trees: SharedPrompts | None = None,
+        trees: PromptTrees | None = None,
     ) -> PackedSamples:
         """Lay out all rows of `batch` (columns `prompt_ids`, `response_ids`, and `routed_experts`,
         `teacher_ids`, `teacher_log_probs` and `kept_sets` if it has them). A sample that nobody
@@ -247,43 +236,42 @@ class PackedSamples:
 
 
 def _candidates(batch: Batch, device: torch.device) -> TopTokens:
-    """Read the teacher's columns, which must have equally many numbers for each response token."""
-    tokens, found = batch.lengths("response_ids"), []
-    for name in (TEACHER_IDS, TEACHER_LOG_PROBS):
-        column = batch.ragged(name)
-        width = len(column.values) // max(1, int(tokens.sum()))
-        if not torch.equal(column.lengths, torch.from_numpy(tokens) * width):
-            raise DataError(
-                f"The column `{name}` does not have as many numbers for each response token: rows "
-                f"of {column.lengths[:3].tolist()} for {tokens[:3].tolist()} tokens."
-            )
-        found.append(column.values.view(int(tokens.sum()), width).to(device, copy=True))
-    return TopTokens(found[0].long(), found[1])
+    """Read the teacher's columns."""
+    tokens = torch.from_numpy(batch.lengths("response_ids"))
+    ids, log_probs = (
+        _read_by_token(batch, name, tokens, "numbers for each response token").to(device, copy=True)
+        for name in (TEACHER_IDS, TEACHER_LOG_PROBS)
+    )
+    return TopTokens(ids.long(), log_probs)
 
 
 def _routes(batch: Batch, starts: torch.Tensor, tokens: int) -> torch.Tensor | None:
     """Place the column `routed_experts`, which lacks each sample's last token, into the row."""
-    column = batch.ragged(ROUTED_EXPERTS)
     lengths = torch.from_numpy(batch.lengths("prompt_ids") + batch.lengths("response_ids")) - 1
-    if not (count := int(lengths.sum())):
+    if not lengths.sum():
         return None
-    width = len(column.values) // count
-    if not torch.equal(column.lengths, lengths * width):
-        raise DataError(
-            f"The column `{ROUTED_EXPERTS}` does not have as many experts for each token but the "
-            f"last of a sample: rows of {column.lengths[:3].tolist()} for {lengths[:3].tolist()} "
-            "tokens."
-        )
-    found = torch.full((tokens, width), -1, dtype=torch.int32)
-    places = concatenate_ranges(starts, lengths)
-    found[places] = column.values.view(count, width).to(torch.int32)
+    of_what = "experts for each token but the last of a sample"
+    routes = _read_by_token(batch, ROUTED_EXPERTS, lengths, of_what).to(torch.int32)
+    found = torch.full((tokens, routes.shape[1]), -1, dtype=torch.int32)
+    found[concatenate_ranges(starts, lengths)] = routes
     return found
 
 
-def concatenate_ranges(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Return the concatenation of the ranges `[start, start + length)` of all pairs."""
-    shift = starts - (lengths.cumsum(0) - lengths)
-    return torch.arange(int(lengths.sum())) + shift.repeat_interleave(lengths)
+def _read_by_token(batch: Batch, name: str, tokens: torch.Tensor, of_what: str) -> torch.Tensor:
+    """Read a column that has equally many numbers for each token, `[tokens, numbers]`.
+
+    Args:
+        tokens: Of each row.
+        of_what: What there are as many of, for the message.
+    """
+    column, count = batch.ragged(name), int(tokens.sum())
+    width = len(column.values) // max(1, count)
+    if not torch.equal(column.lengths, tokens * width):
+        raise DataError(
+            f"The column `{name}` does not have as many {of_what}: rows of "
+            f"{column.lengths[:3].tolist()} for {tokens[:3].tolist()} tokens."
+        )
+    return column.values.view(count, width)
 
 
 def group_similar_samples(lengths: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -27,7 +27,6 @@ _SAMPLE_LENGTHS = (11, 40, 7)
 for."""
 _ALIBI_MODEL_TYPES = ("bloom", "mpt")
 """Types of models that always do."""
-NEW_LINE = "\n"
 _admitted: dict[str, SampleLayout] = {}
 
 
@@ -69,10 +68,10 @@ def _trial(config: PretrainedConfig, who: str, scalar: bool) -> tuple[SampleLayo
             trial = ModelTrial(config, _SAMPLE_LENGTHS, scalar=scalar)
             expected = trial.reference_outputs()
         except Exception as error:  # of whatever kind: nobody knows what models will come
+            why = str(error).partition("\n")[0][:300]
             raise ConfigError(
                 f"{who} cannot be trained here: a small copy of it, which would prove that its "
-                f"samples can be packed, does not run ({type(error).__name__}: "
-                f"{str(error).partition(NEW_LINE)[0][:300]})."
+                f"samples can be packed, does not run ({type(error).__name__}: {why})."
             ) from error
         ours, batch = trial.model, trial.batch()
         off = math.inf

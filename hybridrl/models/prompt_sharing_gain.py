@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from hybridrl.errors import ConfigError
 from hybridrl.models.packed_models import PackedModel
-from hybridrl.models.prompt_trees import explain_unshareable
+from hybridrl.models.packed_samples import SampleLayout
 
 
 class LeastSaving(NamedTuple):
@@ -43,3 +43,24 @@ def find_least_saving(setting: str, model: PackedModel) -> LeastSaving | None:
             f"prompt, because {why}. Set actor.share_prefixes=auto."
         )
     return None if why else LEAST_SAVINGS.get(setting)
+
+
+def explain_unshareable(model: PackedModel) -> str | None:
+    """Return why samples cannot share a prompt in a model, "it ..."; None if they can."""
+    if model.rows is SampleLayout.PADDED:
+        return "it hands on states from token to token besides attention"
+    if window := _find_window(model):
+        return f"its attention has windows of {window} tokens"
+    return None
+
+
+def _find_window(model: PackedModel) -> int | None:
+    """Return how many tokens some layers' attention sees at most, None if all see everything.
+    Some classes note it at their layers, others read it from the configuration."""
+    text = model.inner.config.get_text_config()
+    kinds = getattr(text, "layer_types", None)
+    of_kinds = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+    names = of_kinds.values() if kinds is None else map(of_kinds.get, kinds)
+    windows = [getattr(text, name, None) for name in names if name is not None]
+    windows += [getattr(module, "sliding_window", None) for module in model.inner.modules()]
+    return next(filter(None, windows), None)

@@ -17,9 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrl.models.flash_attention import FlashCase, PromptCase
-from hybridrl.models.packed_attention import causal_attention
-from hybridrl.models.packed_models import PackedModel
-from hybridrl.models.packed_samples import PackingMetadata, SampleLayout, concatenate_ranges
+from hybridrl.models.token_ranges import concatenate_ranges
 from hybridrl.system.device_traits import copy_to_device
 
 
@@ -112,60 +110,19 @@ class PromptTrees:
         bounds = (F.pad(x.cumsum(0), (1, 0)).to(torch.int32) for x in lengths)
         return [copy_to_device(x, self.device) for x in (*places, *bounds)]
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, sinks: Tensor | None
-    ) -> Tensor:
-        """Compute the attention of a packed row without a kernel for samples of any length; see
-        `causal_attention`."""
-        sizes, others, trees = self._parts
-        queries, keys, values = (x.split(sizes) for x in (q, k, v))
-        alone = [n for n in range(len(sizes)) if n % 3 != 2]
-        parts = (torch.cat([x[n] for n in alone]) for x in (queries, keys, values))
-        found = causal_attention(*parts, others, scale, None, sinks)
-        pieces = list(found.split([sizes[n] for n in alone]))
-        for number, responses in enumerate(trees):
-            at = 3 * number + 2
-            own, prompt = (queries[at], keys[at], values[at]), (keys[at - 1], values[at - 1])
-            pieces.insert(at, causal_attention(*own, responses, scale, None, sinks, prompt))
-        return torch.cat(pieces)
-
-    @cached_property
-    def _parts(self) -> tuple[list[int], PackingMetadata, list[PackingMetadata]]:
-        """The tokens before each tree, of its prompt and of its responses, for all trees in turn,
-        and those after the last; the samples that are no responses of trees; and the responses of
-        each tree."""
+    def split_row(self) -> tuple[list[int], list[Tensor]]:
+        """Return the tokens before each tree, of its prompt and of its responses, for all trees in
+        turn, and those after the last; and lengths of samples: of those that are no responses of
+        trees, and of the responses of each tree."""
         edges = torch.stack([self.starts, self.starts + self.prompts], 1)
         edges = torch.cat([edges, edges[:, 1:] + self.responses[:, None]], 1).flatten()
         sizes = torch.cat([edges.new_zeros(1), edges, self.bounds[-1:]]).diff().tolist()
         lengths, is_response = self.bounds.diff(), self.offsets > 0
         tree = torch.searchsorted(self.starts, self.bounds[:-1][is_response], right=True) - 1
-        of_trees = lengths[is_response].split(tree.bincount().tolist())
-        others, *trees = (
-            PackingMetadata.of(F.pad(x.cumsum(0), (1, 0)), self.device)
-            for x in (lengths[~is_response], *of_trees)
-        )
-        return sizes, others, trees
-
-
-def explain_unshareable(model: PackedModel) -> str | None:
-    """Return why samples cannot share a prompt in a model, "it ..."; None if they can."""
-    if model.rows is SampleLayout.PADDED:
-        return "it hands on states from token to token besides attention"
-    if window := _find_window(model):
-        return f"its attention has windows of {window} tokens"
-    return None
-
-
-def _find_window(model: PackedModel) -> int | None:
-    """Return how many tokens some layers' attention sees at most, None if all see everything.
-    Some classes note it at their layers, others read it from the configuration."""
-    text = model.inner.config.get_text_config()
-    kinds = getattr(text, "layer_types", None)
-    of_kinds = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-    names = of_kinds.values() if kinds is None else map(of_kinds.get, kinds)
-    windows = [getattr(text, name, None) for name in names if name is not None]
-    windows += [getattr(module, "sliding_window", None) for module in model.inner.modules()]
-    return next(filter(None, windows), None)
+        return sizes, [
+            lengths[~is_response],
+            *lengths[is_response].split(tree.bincount().tolist()),
+        ]
 
 
 def _find_ranges(places: Tensor, starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

@@ -113,7 +113,7 @@ class StorageFormat(NamedTuple):
     def all_tensors(self, layout: TensorLayout) -> TensorLayout:
         """Return `layout(layout)` and the carried tensors, of which each rank can read all."""
         own = self.layout(layout)
-        if self.source is None or not self.carried:
+        if not self.carried:
             return own
         shapes = {name: self.source.shapes[name] for name in self.carried}
         here = own.table.ranks
@@ -127,15 +127,11 @@ class StorageFormat(NamedTuple):
 
     def carried_tensors(self) -> dict[str, TensorInFiles]:
         """Return the carried tensors by their local names in `all_tensors`."""
-        return {
-            CARRIED + name: TensorInFiles(self.source, name)
-            for name in self.carried
-            if self.source is not None
-        }
+        return {CARRIED + name: TensorInFiles(self.source, name) for name in self.carried}
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """Return the dtypes of the carried tensors, by name."""
-        return {name: self.source.dtypes[name] for name in self.carried if self.source is not None}
+        return {name: self.source.dtypes[name] for name in self.carried}
 
 
 def _piece(part: StoredTensor, piece: Piece) -> Piece | None:

@@ -24,8 +24,6 @@ from hybridrl.models.log_probs import (
     split_tokens,
 )
 
-DIVERGENCES = ("reverse", "forward")
-"""KL(model, teacher) and KL(teacher, model)."""
 _MAX_LOG_RATIO = 60.0
 """Nats between two probabilities whose ratio float32 still has room for."""
 _MIN_REST = 1e-7
@@ -90,7 +88,8 @@ def teacher_kl_loss(
     Args:
         candidates: What is known of the teacher's. Ids that the model does not have count as tokens
             beyond the list.
-        kind: Of `DIVERGENCES`. Gu et al. 2024, arXiv:2306.08543, compare the two.
+        kind: `reverse`, KL(model, teacher), or `forward`, KL(teacher, model). Gu et al. 2024,
+            arXiv:2306.08543, compare the two.
         hidden, weight, temperature, vocabulary, soft_cap: As of `token_log_probs`.
     """
     scale = LogitScale(temperature, soft_cap)

@@ -18,6 +18,7 @@ from hybridrl.models.activation_checkpointing import (
     is_among,
 )
 from hybridrl.models.language_model import decoder_of
+from hybridrl.models.linear_map import apply_linear_map
 from hybridrl.models.tensor_plan import change_input_states, change_output_states
 
 META_ATTENTION = "hybridrl_planned"
@@ -144,8 +145,8 @@ def split_tokens_between(model: PreTrainedModel, layers: Sequence[nn.Module], pa
     Args:
         layers: The model's, on the meta device.
     """
-    gather = change_input_states(lambda states: _Resized.apply(states, parts))
-    split = change_output_states(lambda states: _Resized.apply(states, 1 / parts))
+    gather = change_input_states(lambda states: _resize(states, parts))
+    split = change_output_states(lambda states: _resize(states, 1 / parts))
     model.get_input_embeddings().register_forward_hook(split)
     for region in (child for layer in layers for child in layer.children()):
         if any(True for _ in region.children()):  # no norm
@@ -153,17 +154,14 @@ def split_tokens_between(model: PreTrainedModel, layers: Sequence[nn.Module], pa
             region.register_forward_hook(split)
 
 
-class _Resized(torch.autograd.Function):
-    """A stand-in for a collective: states of `factor` times as many tokens."""
+def _resize(states: Tensor, factor: float) -> Tensor:
+    """Stand in for a collective: return states of `factor` times as many tokens."""
+    shape = states.shape
 
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, factor: float) -> Tensor:
-        ctx.shape = states.shape
-        return states.new_empty(len(states), round(states.shape[1] * factor), states.shape[2])
+    def change(x: Tensor) -> Tensor:
+        return x.new_empty(shape[0], round(shape[1] * factor), shape[2])
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.new_empty(ctx.shape), None
+    return apply_linear_map(states, change, lambda grad: grad.new_empty(shape))
 
 
 class _Live(TorchDispatchMode):

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridrl.models.flash_attention import FlashCase, flash_backward, flash_forward
-from hybridrl.models.packed_samples import concatenate_ranges
+from hybridrl.models.token_ranges import concatenate_ranges
 from hybridrl.parallel.padded_attention import PaddedRectangle, make_rectangles
 from hybridrl.parallel.zigzag import RingRow
 from hybridrl.system.device_traits import copy_to_device, fits_flash

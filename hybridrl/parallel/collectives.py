@@ -6,32 +6,16 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-_Change = Callable[[torch.Tensor], torch.Tensor]
+from hybridrl.models.linear_map import apply_linear_map
 
-
-class _Differentiable(torch.autograd.Function):
-    """An autograd function of one tensor whose backward is another function, of its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, change: _Change, of_gradient: _Change) -> torch.Tensor:
-        ctx.of_gradient = of_gradient
-        return change(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.of_gradient(grad), None, None
-
-
-@torch.compiler.disable
-def _apply(x: torch.Tensor, change: _Change, of_gradient: _Change) -> torch.Tensor:
-    return _Differentiable.apply(x, change, of_gradient)
+_apply = torch.compiler.disable(apply_linear_map)
 
 
 def copy_to_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

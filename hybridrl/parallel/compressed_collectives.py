@@ -94,8 +94,8 @@ class CompressedReduceScatter(PlainAllocation):
     """
 
     def __init__(self, hops: Sequence[ReductionHop], order: Sequence[int] | None = None) -> None:
-        self._hops = hops
-        self._order = order
+        self.hops = hops
+        self.order = order
 
     def __call__(
         self,
@@ -109,10 +109,10 @@ class CompressedReduceScatter(PlainAllocation):
         stream when it returns."""
         assert op == dist.ReduceOp.SUM, "`fsdp.shard` has gradients summed"
         values = input_tensor
-        if self._order is not None:
-            parts = values.view(len(self._order), -1)
-            values = torch.cat([parts[number] for number in self._order])
-        for hop in self._hops:
+        if self.order is not None:
+            parts = values.view(len(self.order), -1)
+            values = torch.cat([parts[number] for number in self.order])
+        for hop in self.hops:
             values = hop.sum(values)
         output_tensor.copy_(values)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 from collections.abc import Sequence
@@ -19,7 +20,6 @@ from hybridrl.parallel.compressed_collectives import (
     ReductionHop,
 )
 from hybridrl.parallel.measured_reduction import MeasuredReduceScatter
-from hybridrl.parallel.reduction_timing import ReductionMethod
 
 _AUTO = "auto"
 _CODECS: dict[str, GroupedIntegerCodec | None] = {
@@ -106,15 +106,11 @@ def _make_measured(
     if group is None:
         return None
     one_hop = _INTER_NODE_CODECS if on_nodes > 1 and on_each == 1 else _INTRA_NODE_CODECS
-    ways = [ReductionMethod(name, [ReductionHop(group, _CODECS[name])]) for name in one_hop]
+    ways = {name: CompressedReduceScatter([ReductionHop(group, _CODECS[name])]) for name in one_hop}
     if levels is not None:
-        ways += [
-            ReductionMethod(
-                f"{inside}+{across}", levels.hops(_CODECS[inside], _CODECS[across]), levels.order
-            )
-            for across in _INTER_NODE_CODECS
-            for inside in _INTRA_NODE_CODECS
-        ]
+        for across, inside in itertools.product(_INTER_NODE_CODECS, _INTRA_NODE_CODECS):
+            hops = levels.hops(_CODECS[inside], _CODECS[across])
+            ways[f"{inside}+{across}"] = CompressedReduceScatter(hops, levels.order)
     return MeasuredReduceScatter(ways, group, device)
 
 

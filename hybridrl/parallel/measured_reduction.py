@@ -9,7 +9,7 @@ the sums took with what was measured. All of them are told the same figures, so 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -21,17 +21,11 @@ from torch.distributed.fsdp import FSDPModule
 from hybridrl.parallel.collectives import reduce_scatter_tensor
 from hybridrl.parallel.compressed_collectives import CompressedReduceScatter, PlainAllocation
 from hybridrl.parallel.reduction_choice import (
-    NO_OVERLAP,
-    STREAM_OVERLAP,
     GradientBucket,
     ReductionChoice,
     choose_methods,
 )
-from hybridrl.parallel.reduction_timing import (
-    ReductionMethod,
-    all_reduce_figures,
-    measure_methods,
-)
+from hybridrl.parallel.reduction_timing import all_reduce_figures, measure_methods
 from hybridrl.system.device_traits import TimingEvent
 from hybridrl.system.measured_choice import MeasuredChoice
 
@@ -65,7 +59,7 @@ class MeasuredReduceScatter:
     """The measured reduce-scatters of one model's gradients, on one rank.
 
     Args:
-        ways: That may be chosen beside `full`, what loses nothing first.
+        ways: By name, those that may be chosen beside `full`, what loses nothing first.
         group: The ranks that share parameters.
         device: This rank's.
 
@@ -77,10 +71,13 @@ class MeasuredReduceScatter:
     """
 
     def __init__(
-        self, ways: Sequence[ReductionMethod], group: dist.ProcessGroup, device: torch.device
+        self,
+        ways: Mapping[str, CompressedReduceScatter],
+        group: dist.ProcessGroup,
+        device: torch.device,
     ) -> None:
         self._ways, self._group, self._device = ways, group, device
-        self._overlap = NO_OVERLAP if device.type == "cpu" else STREAM_OVERLAP
+        self._beside = device.type != "cpu"
         self.choice: ReductionChoice | None = None
         self.units: list[UnitReduceScatter] = []
         self.said: list[str] = []
@@ -128,7 +125,7 @@ class MeasuredReduceScatter:
         self._last = now
         ratio, share = all_reduce_figures([took / expected, share], dist.ReduceOp.MIN, self._group)
         self._updates += 1
-        if self._overlap.beside and self._updates <= SETTLING_UPDATES:
+        if self._beside and self._updates <= SETTLING_UPDATES:
             self._see_gaps(done)
             self._choose()
             if self._updates == SETTLING_UPDATES:
@@ -152,12 +149,11 @@ class MeasuredReduceScatter:
         for unit in self._order:
             buckets.append(GradientBucket(self._values[unit], ready))
             ready += self._gaps[unit]
-        self.choice = choose_methods(buckets, self._costs, self._overlap)
-        made = {way.name: way.sums for way in self._ways}
+        self.choice = choose_methods(buckets, self._costs, self._beside)
         costs = {way.name: way for way in self._costs}
         self._seconds = [0.0] * len(buckets)
         for unit, name in zip(self._order, self.choice.ways, strict=True):
-            self.units[unit].sums = made.get(name)
+            self.units[unit].sums = self._ways.get(name)
             values = self._values[unit]
             self._seconds[unit] = max(1e-9, costs[name].codec(values) + costs[name].link(values))
 

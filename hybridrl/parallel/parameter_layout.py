@@ -22,7 +22,6 @@ from hybridrl.layout.boxes import (
 )
 from hybridrl.layout.tensor_layout import TensorLayout, merge_layouts
 from hybridrl.parallel.collectives import all_gather_distinct
-from hybridrl.parallel.process_group import ParallelMesh
 from hybridrl.parallel.tensor_parallel import ParameterCut
 
 _Held = tuple[Piece, ...]
@@ -31,7 +30,6 @@ _Held = tuple[Piece, ...]
 def build_training_layout(
     parameters: Mapping[str, nn.Parameter],
     cuts: Mapping[str, ParameterCut],
-    mesh: ParallelMesh,
     group: dist.ProcessGroup | None,
 ) -> TensorLayout:
     """Build the layout of a model over the ranks of `group`. Collective.
@@ -39,13 +37,13 @@ def build_training_layout(
     Args:
         parameters: This rank's, under the names of a checkpoint, sharded by FSDP or not.
         cuts: Of those that are cut over tensor-parallel ranks.
-        group: All ranks of `mesh`, or those of a pipeline stage; None: this rank is alone.
+        group: All ranks of the mesh, or those of a pipeline stage; None: this rank is alone.
     """
-    index, shapes, pieces = mesh.index("tp"), {}, {}
+    shapes, pieces = {}, {}
     for name, parameter in parameters.items():
         cut = cuts.get(name)
         shapes[name] = full_shape(parameter, cut)
-        pieces[name] = find_parameter_pieces("", parameter, cut, index)
+        pieces[name] = find_parameter_pieces("", parameter, cut)
     mine = PackedRankPieces.of_pieces(pieces)
     if group is None:
         return merge_rank_pieces([shapes], [mine])
@@ -109,7 +107,7 @@ def merge_rank_pieces(
 
 
 def find_parameter_pieces(
-    name: str, parameter: nn.Parameter, cut: ParameterCut | None, index: int
+    name: str, parameter: nn.Parameter, cut: ParameterCut | None
 ) -> tuple[Piece, ...]:
     """Return the pieces of a parameter that this rank holds: tensor parallelism cuts first, then
     FSDP cuts the rest."""
@@ -125,7 +123,7 @@ def find_parameter_pieces(
     if cut is None:
         return make_local_pieces(name, tuple(held))
     found, at = [], 0
-    for start, stop in cut.bounds[index]:
+    for start, stop in cut.mine:
         low, high = (max(at, min(side, at + stop - start)) for side in held[cut.dim])
         box, place = list(held), [0] * len(held)
         box[cut.dim] = (low - at + start, high - at + start)

@@ -39,10 +39,6 @@ def check_stages(layers: int, ranks: int, chunks: int = 1, setting: str = "paral
     Raises:
         ConfigError: naming the setting and the largest value that works.
     """
-    if ranks < 1 or chunks < 1:
-        raise ConfigError(
-            f"{setting}={ranks} with {chunks} chunks on each rank: both must be at least 1."
-        )
     if ranks * chunks > layers:
         most = max(1, layers // chunks)
         each = f", {chunks} on each rank," if chunks > 1 else ""

@@ -190,11 +190,6 @@ class ParallelMesh:
         same = mesh.axes.get("pp", 1) == 1
         self.stage_group = self.group() if same else self._make_group(stage)
 
-    @classmethod
-    def data_parallel(cls, device: torch.device, ranks: int) -> ParallelMesh:
-        """Build the mesh of one axis, `dp`, over the first `ranks` processes."""
-        return cls(RankMesh({"dp": ranks}), device)
-
     def group(self, *axes: str) -> dist.ProcessGroup | None:
         """Return the process group of the ranks that differ from this one on `axes` only (no axes:
         all ranks of the mesh); None if this rank is alone."""

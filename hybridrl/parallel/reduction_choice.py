@@ -3,8 +3,13 @@
 A model's backward gives the gradients of one unit (what FSDP gathers together) after the other, and
 each unit's are summed over the ranks as soon as they are there. A way to sum them has up to two
 hops; what a hop encodes takes time of the device, what it sends takes time of a link. What of it
-overlaps with what is a property of the device (`OverlapModel`), and `predict_backward_seconds` is
-the timeline that follows.
+overlaps with what is a property of the device, and `predict_backward_seconds` is the timeline that
+follows. On GPUs sums go on beside the backward, on a stream of their own: encoding, sending and
+decoding follow each other on it, and the backward waits where it would begin the next sum. That
+codecs take the whole device while they run is the careful assumption: they are limited by memory,
+as much of a backward is, and have not been measured beside one. On CPUs torch's hooks, our codecs
+and gloo's synchronous collectives share the backward's thread, and nothing overlaps, whatever a
+link could do meanwhile.
 
 After Espresso (ByteComp), arXiv 2205.14465, which has every tensor's gradients go at any time and
 searches: a tensor's compression there moves the communication of all later ones. FSDP2 starts no
@@ -20,11 +25,10 @@ Plain data in and out; nothing here knows of tensors or process groups.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from hybridrl.errors import ConfigError
 from hybridrl.system.measured_choice import quickest
 
 FULL_REDUCTION = "full"
@@ -51,7 +55,6 @@ class CostCurve:
         (x, y), (further, later) = next(
             pair for number, pair in segments if number == last or values <= pair[1][0]
         )
-        # In this order a NaN stays one.
         return max(y + (values - x) * (later - y) / (further - x), 0.0)
 
 
@@ -108,29 +111,6 @@ class GradientBucket:
 
 
 @dataclass(frozen=True)
-class OverlapModel:
-    """A model of what overlaps on a kind of device while gradients are reduced.
-
-    Attributes:
-        beside: Sums go on beside the backward, on a stream of their own. Encoding, sending and
-            decoding follow each other on it; the backward waits where it would begin the next sum.
-        contention: Of a second of encoding or decoding beside the backward, what the backward
-            loses.
-    """
-
-    beside: bool
-    contention: float = 0.0
-
-
-NO_OVERLAP = OverlapModel(beside=False)
-"""CPUs: torch's hooks, our codecs and gloo's synchronous collectives share the backward's thread.
-Nothing overlaps, whatever a link could do meanwhile."""
-STREAM_OVERLAP = OverlapModel(beside=True, contention=1.0)
-"""GPUs. That codecs take the whole device while they run is the careful assumption: they are
-limited by memory, as much of a backward is, and have not been measured beside one."""
-
-
-@dataclass(frozen=True)
 class ReductionChoice:
     """The chosen reduction methods and their predicted seconds.
 
@@ -167,13 +147,14 @@ class ReductionChoice:
 
 
 def predict_backward_seconds(
-    buckets: Sequence[GradientBucket], ways: Sequence[MethodCost], overlap: OverlapModel
+    buckets: Sequence[GradientBucket], ways: Sequence[MethodCost], beside: bool
 ) -> float:
     """Predict the seconds from the start of a backward until all its gradients are reduced.
 
     Args:
         buckets: In the order in which they are ready.
         ways: Of each bucket.
+        beside: Sums go on beside the backward.
     """
     backward = summed = before = lost = 0.0
     taken: dict[tuple[int, float], tuple[float, float]] = {}  # most buckets are alike
@@ -184,17 +165,17 @@ def predict_backward_seconds(
         codec, link = taken[key]
         backward += bucket.ready - before + lost
         before = bucket.ready
-        if overlap.beside:
+        if beside:
             backward = max(backward, summed)
             summed = backward + codec + link
-            lost = overlap.contention * codec
+            lost = codec
         else:
             summed = backward = backward + codec + link
     return max(backward, summed)
 
 
 def choose_methods(
-    buckets: Sequence[GradientBucket], ways: Sequence[MethodCost], overlap: OverlapModel
+    buckets: Sequence[GradientBucket], ways: Sequence[MethodCost], beside: bool
 ) -> ReductionChoice:
     """Choose the method of each bucket that makes the backward shortest; a method replaces an
     earlier one only if it saves at least the share `_MIN_SAVING`.
@@ -203,57 +184,30 @@ def choose_methods(
         buckets: In the order in which they are ready.
         ways: What may be chosen, `full` among them; where two are alike the first is taken, so
             what loses nothing is to stand first.
-
-    Raises:
-        ConfigError: if a figure is not finite, buckets are not in order, or `full` is missing.
+        beside: Sums go on beside the backward.
     """
     by_name = {way.name: way for way in ways}
-    _check(buckets, by_name)
     found = []
     for number, bucket in enumerate(buckets):
         is_last = number == len(buckets) - 1
         gap = 0.0 if is_last else buckets[number + 1].ready - bucket.ready
-        alone = {way.name: _seconds_alone(bucket, way, gap, is_last, overlap) for way in ways}
+        alone = {way.name: _seconds_alone(bucket, way, gap, is_last, beside) for way in ways}
         found.append(by_name[quickest(alone, _MIN_SAVING)])
     full = [by_name[FULL_REDUCTION]] * len(buckets)
     return ReductionChoice(
         tuple(way.name for way in found),
-        predict_backward_seconds(buckets, found, overlap),
-        predict_backward_seconds(buckets, full, overlap),
+        predict_backward_seconds(buckets, found, beside),
+        predict_backward_seconds(buckets, full, beside),
         with_backward=any(bucket.ready for bucket in buckets),
     )
 
 
 def _seconds_alone(
-    bucket: GradientBucket, way: MethodCost, gap: float, is_last: bool, overlap: OverlapModel
+    bucket: GradientBucket, way: MethodCost, gap: float, is_last: bool, beside: bool
 ) -> float:
     """Return the seconds from the start of a bucket's reduction to the start of the next, or to the
     end."""
     codec, link = way.codec(bucket.values), way.link(bucket.values)
-    if is_last or not overlap.beside:
+    if is_last or not beside:
         return codec + link
-    return max(gap + overlap.contention * codec, codec + link)
-
-
-def _check(buckets: Sequence[GradientBucket], ways: Mapping[str, MethodCost]) -> None:
-    if FULL_REDUCTION not in ways:
-        raise ConfigError(
-            f"Ways to sum gradients are compared with `{FULL_REDUCTION}`, which is not there."
-        )
-    before = 0.0
-    for number, bucket in enumerate(buckets):
-        figures = [bucket.ready]
-        for way in ways.values():
-            figures += [way.codec(bucket.values), way.link(bucket.values)]
-        # A NaN is in no range.
-        if not all(0 <= figure < float("inf") for figure in figures) or bucket.values < 0:
-            raise ConfigError(
-                f"Nothing can be chosen for unit {number} of {bucket.values} values: a time of it "
-                "is negative or not a number."
-            )
-        if bucket.ready < before:
-            raise ConfigError(
-                f"Unit {number} is ready at {bucket.ready:g} s, before the one before it "
-                f"({before:g} s): give units in the order in which a backward reaches them."
-            )
-        before = bucket.ready
+    return max(gap + codec, codec + link)

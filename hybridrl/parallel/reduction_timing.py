@@ -6,8 +6,7 @@ rank is told the time of the slowest one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,33 +34,22 @@ MIN_REPEATS = 5
 _TimedCall = Callable[[torch.Tensor], None]
 
 
-@dataclass(frozen=True)
-class ReductionMethod:
-    """A reduction method: its name, its hops and the order of the parts before the first hop (see
-    `CompressedReduceScatter`)."""
-
-    name: str
-    hops: Sequence[ReductionHop]
-    order: Sequence[int] | None = None
-
-    @property
-    def sums(self) -> CompressedReduceScatter:
-        """The reduce-scatter of this method."""
-        return CompressedReduceScatter(self.hops, self.order)
-
-
 def measure_methods(
-    ways: Sequence[ReductionMethod], largest: int, group: dist.ProcessGroup, device: torch.device
+    ways: Mapping[str, CompressedReduceScatter],
+    largest: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
 ) -> list[MethodCost]:
     """Measure `full` and these methods, and return the cost of each one's hops. Collective over the
     group.
 
     Args:
+        ways: By name.
         largest: Values of the largest unit.
         group: All ranks that share parameters.
     """
     orders: dict[ReductionHop, Sequence[int] | None] = {}
-    for way in ways:
+    for way in ways.values():
         for number, hop in enumerate(way.hops):
             orders.setdefault(hop, way.order if number == 0 else None)
     works = [_timed_sum(reduce_scatter_tensor, group)]
@@ -70,12 +58,12 @@ def measure_methods(
     whole, *hops = _measure_curves(works, min(largest, _MAX_VALUES), group, device)
     curves = dict(zip(orders, hops, strict=True))
     found = [MethodCost(FULL_REDUCTION, (HopCost(1.0, ZERO_COST, whole),))]
-    for way in ways:
+    for name, way in ways.items():
         parts, share = [], 1.0
         for hop in way.hops:
             parts.append(_split_hop_cost(hop, share, curves))
             share /= hop.group.size()
-        found.append(MethodCost(way.name, tuple(parts)))
+        found.append(MethodCost(name, tuple(parts)))
     return found
 
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridrl.models.packed_samples import SharedPrompts
+from hybridrl.models.prompt_trees import PromptTrees
 from hybridrl.parallel.block_attention import (
     AttentionBlock,
     block_attention_backward,
@@ -60,7 +60,7 @@ class RingPlan:
         group: dist.ProcessGroup,
         rows: list[RingRow],
         device: torch.device,
-        trees: SharedPrompts | None = None,
+        trees: PromptTrees | None = None,
     ) -> RingPlan:
         """Build the plan of this rank for the `rows` of the ring."""
         rank = dist.get_rank(group)

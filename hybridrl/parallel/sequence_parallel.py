@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.errors import ConfigError
+from hybridrl.models.linear_map import apply_linear_map
 from hybridrl.models.packed_attention import causal_attention
 from hybridrl.models.packed_samples import PackedSamples, PackingMetadata, SampleLayout
 from hybridrl.models.teacher_kl import TopTokens
@@ -259,22 +260,14 @@ def gather_response_tokens(
     """Gather `[this rank's response tokens, numbers]` of every rank into `[response tokens,
     numbers]` in their original order. Collective; the backward is not: each rank takes the gradient
     of its own part, because all compute the same loss."""
-    return _GatherTokens.apply(values, reading, group)
 
-
-class _GatherTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, values: Tensor, reading: TokenOwnership, group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.mine = reading.mine
-        padded = values.new_zeros(reading.most, values.shape[1])
-        padded[: len(values)] = values
-        gathered = values.new_empty(dist.get_world_size(group) * reading.most, values.shape[1])
+    def gather(mine: Tensor) -> Tensor:
+        padded = mine.new_zeros(reading.most, mine.shape[1])
+        padded[: len(mine)] = mine
+        gathered = mine.new_empty(dist.get_world_size(group) * reading.most, mine.shape[1])
         if reading.most:
             dist.all_gather(list(gathered.split(reading.most)), padded, group=group)
         return gathered.index_select(0, reading.slots)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad.index_select(0, ctx.mine), None, None
+    take = partial(torch.index_select, dim=0, index=reading.mine)
+    return apply_linear_map(values, gather, take)

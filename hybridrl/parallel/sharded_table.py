@@ -4,7 +4,6 @@ gradients they send back with all-to-alls (as embeddings in G-Meta, arXiv:2401.0
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -33,9 +32,6 @@ class ShardedTable:
         width: Of a row.
         rate: Learning rate.
         group: The ranks; None: there is one.
-
-    Attributes:
-        bytes_sent: By this rank to others, so far.
     """
 
     def __init__(
@@ -46,7 +42,6 @@ class ShardedTable:
         self._rank = 0 if group is None else dist.get_rank(group)
         self._places: dict[int, int] = {}
         self._state = torch.zeros(0, 3 * width + 1, device=device)  # row, two moments, updates
-        self.bytes_sent = 0
 
     def fetch(self, numbers: Tensor) -> Tensor:
         """Return the rows of these numbers, `[numbers, width]`. Collective."""
@@ -113,6 +108,4 @@ class ShardedTable:
         """Send `sent[r]` rows to each rank r and return those that arrive."""
         if self._group is None:
             return values
-        others = sum(sent) - sent[self._rank]
-        self.bytes_sent += others * math.prod(values.shape[1:]) * values.element_size()
         return exchange_rows(values, sent, received, self._group)

@@ -10,13 +10,12 @@ have to be changed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridrl.models.packed_models import PackedModel
 from hybridrl.models.packed_samples import PackedSamples
 from hybridrl.parallel.pipeline_schedule import ActionKind, PipelineAction, build_schedule
 from hybridrl.parallel.process_group import to_local
@@ -26,7 +25,7 @@ from hybridrl.parallel.staged_model import StagedModel
 class TrainingPipeline:
     """A training pipeline as one of its ranks sees it.
 
-    Every method but `cut` is collective over the pipeline.
+    Every method is collective over the pipeline.
 
     Args:
         group: The ranks of the pipeline in the order of the stages, at least 2.
@@ -39,11 +38,6 @@ class TrainingPipeline:
         self.ranks = dist.get_world_size(group)
         self.chunks = chunks
         self.is_last = self.rank == self.ranks - 1
-
-    def cut(self, model: PackedModel, dtype: torch.dtype) -> StagedModel:
-        """Keep this rank's stages of `model`, which is split in place and will compute in `dtype`;
-        see `StagedModel`."""
-        return StagedModel(model, dtype, self.rank, self.ranks, self.chunks)
 
     @torch.no_grad()
     def score(
@@ -128,13 +122,6 @@ class TrainingPipeline:
         local.add_(other)
 
 
-class _Kept(NamedTuple):
-    """The input states and the result of a forward, kept for its backward."""
-
-    states: Tensor | None
-    result: Tensor
-
-
 class PipelineRun:
     """A pass that runs the actions of a schedule and keeps the tensors between them.
 
@@ -160,7 +147,8 @@ class PipelineRun:
         self._micro_batches = micro_batches
         self._answer = answer
         self._options = options
-        self._kept: dict[tuple[int, int], _Kept] = {}
+        # The input states and the result of a forward, for its backward.
+        self._kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         self._received: dict[PipelineAction, tuple[dist.Work, Tensor]] = {}
         self._to_send: dict[PipelineAction, Tensor] = {}
         self._sending: dict[tuple[ActionKind, int], tuple[dist.Work, Tensor]] = {}
@@ -202,7 +190,7 @@ class PipelineRun:
         else:
             self._to_send[PipelineAction(ActionKind.SEND_STATES, stage, number)] = result.detach()
         if training:
-            self._kept[stage, number] = _Kept(states, result)
+            self._kept[stage, number] = states, result
 
     def _backward(self, stage: int, number: int) -> None:
         states, result = self._kept.pop((stage, number))

@@ -18,13 +18,14 @@ Transformer Models" (Jacobs et al., 2023).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.errors import ConfigError
+from hybridrl.models.linear_map import apply_linear_map
 from hybridrl.parallel.collectives import exchange_rows
 
 
@@ -76,28 +77,18 @@ class HeadExchange:
             k, v = (x.repeat_interleave(copies, dim=1) for x in (k, v))
         by_rank = [x.unflatten(1, (ranks, x.shape[1] // ranks)) for x in (q, k, v)]
         sent = torch.cat(by_rank, dim=2).transpose(0, 1).flatten(0, 1)
-        return _Exchange.apply(sent, [len(q)] * ranks, self.counts, self.group)
+        return self._exchange(sent, [len(q)] * ranks, self.counts)
 
     def to_tokens(self, x: Tensor) -> Tensor:
         """Exchange all tokens of this rank's heads, `[all tokens, heads / ranks, head_dim]`, for
         this rank's tokens of all heads, `[this rank's tokens, heads, head_dim]`. Collective."""
         ranks = len(self.counts)
         mine = self.counts[dist.get_rank(self.group)]
-        received = _Exchange.apply(x, self.counts, [mine] * ranks, self.group)
+        received = self._exchange(x, self.counts, [mine] * ranks)
         return received.unflatten(0, (ranks, mine)).transpose(0, 1).flatten(1, 2)
 
-
-class _Exchange(torch.autograd.Function):
-    """An autograd function in which each rank sends rows to every rank of a group; the gradient
-    goes the other way."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.back = received, sent, group
-        return exchange_rows(x, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return exchange_rows(grad, *ctx.back), None, None, None
+    def _exchange(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Send rows to every rank of the group; the gradient goes the other way."""
+        there = partial(exchange_rows, sent=sent, received=received, group=self.group)
+        back = partial(exchange_rows, sent=received, received=sent, group=self.group)
+        return apply_linear_map(x, there, back)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridrl.models.packed_samples import concatenate_ranges
+from hybridrl.models.token_ranges import concatenate_ranges
 
 
 @dataclass(frozen=True, eq=False)

@@ -163,7 +163,7 @@ def _build_engine(
         quantize_base(model.inner, files, device)
         # A compiler might keep the weights that a forward has brought back for its backward.
         config = replace(config, compile="false")
-    engine = TrainEngine(model, mesh, device, source.dtype, config, files)
+    engine = TrainEngine(model, mesh, source.dtype, config, files)
     if scoring is not None:
         engine.forget_rounded = scoring.forget
     if trains and source.precision is not None:

@@ -29,6 +29,7 @@ from engine_cases import (
 from ranks import run_ranks
 
 from hybridrl.algorithms.token_weighting import AGGREGATION_MODES
+from hybridrl.layout.rank_mesh import RankMesh
 from hybridrl.models.packed_models import CausalPolicy
 from hybridrl.models.packed_samples import PackedSamples
 from hybridrl.parallel import fsdp
@@ -48,8 +49,8 @@ def cases():
 
 def rank_program(rank):
     """What each of four processes does and finds; tests compare."""
-    meshes = {n: ParallelMesh.data_parallel(CPU, n) for n in (1, 2)}
-    meshes[WORLD] = ParallelMesh.data_parallel(CPU, WORLD)
+    meshes = {n: ParallelMesh(RankMesh({"dp": n}), CPU) for n in (1, 2)}
+    meshes[WORLD] = ParallelMesh(RankMesh({"dp": WORLD}), CPU)
     found = {"updates": {}, "forwards": {}}
     engines = {}
     for case in cases():

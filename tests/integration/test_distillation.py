@@ -13,6 +13,7 @@ from settings import LEARNS, SHORT
 from hybridrl.algorithms import DistillationObjective
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import ParallelConfig
+from hybridrl.layout.rank_mesh import RankMesh
 from hybridrl.layout.training_mesh import build_training_mesh
 from hybridrl.parallel.process_group import ParallelMesh
 
@@ -41,7 +42,7 @@ def teacher_model():
 
 def program(rank):
     """Gradients of the student, and what the teacher says, on each mesh that a rank is in."""
-    meshes = {"one rank": ParallelMesh.data_parallel(CPU, 1)}
+    meshes = {"one rank": ParallelMesh(RankMesh({"dp": 1}), CPU)}
     for name, (ranks, parallel) in CUTS.items():
         meshes[name] = ParallelMesh(build_training_mesh(ranks, parallel, 1), CPU, None)
     batch = make_batch()

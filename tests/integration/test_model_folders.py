@@ -125,7 +125,7 @@ def program(rank, folder):
             wrapped = ScalarModel(inner, "before") if model == "critic" else CausalPolicy(inner)
             parallel = CUTS[cut][1]
             config = ActorConfig(parallel=parallel)
-            engines[cut, model] = TrainEngine(wrapped, meshes[cut], CPU, "float32", config)
+            engines[cut, model] = TrainEngine(wrapped, meshes[cut], "float32", config)
             engines[cut, model].save(folder / cut / model, file_bytes=4000)  # several files
         if model == "qwen2, tied" and rank in meshes[cut].mesh.grid:
             engines[cut, model].save(folder / cut / HALF, torch.bfloat16, 4000)

@@ -69,7 +69,7 @@ def make_engine(mesh, optimizer, model, folder):
         settings["name"] = f"{folder / 'own.py'}:Lion"
     inner = make_model("qwen3_moe" if model == "experts" else "qwen2")
     engine = TrainEngine(
-        CausalPolicy(inner), mesh, CPU, "float32", ActorConfig(tokens_per_microbatch=60)
+        CausalPolicy(inner), mesh, "float32", ActorConfig(tokens_per_microbatch=60)
     )
     engine.start_optimizer(OptimizerConfig(weight_decay=0.1, **settings), updates=6)
     return engine

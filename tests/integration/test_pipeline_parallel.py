@@ -119,7 +119,7 @@ def objective_of(name):
 
 def make_engine(name, layout, mesh, optimizer, dtype="float32", **settings):
     config = ActorConfig(parallel=layout.config, **settings)
-    engine = TrainEngine(make_model(name), mesh, CPU, dtype, config)
+    engine = TrainEngine(make_model(name), mesh, dtype, config)
     engine.start_optimizer(optimizer, STEPS)
     return engine
 

@@ -8,6 +8,7 @@ from ranks import run_ranks
 from tiers import chosen_of, few_of
 
 from hybridrl.config.schema import ParallelConfig
+from hybridrl.layout.rank_mesh import RankMesh
 from hybridrl.layout.training_mesh import build_training_mesh
 from hybridrl.parallel import fsdp
 from hybridrl.parallel.process_group import ParallelMesh
@@ -52,7 +53,7 @@ MAIN += zip(("dp2", "tp2", "dp2 x tp2", "tp2 x pp2"), OTHERS, strict=True)
 
 def program(rank, wanted):
     """What one of four processes makes of models, as they are cut."""
-    meshes = {"one rank": ParallelMesh.data_parallel(CPU, 1)}
+    meshes = {"one rank": ParallelMesh(RankMesh({"dp": 1}), CPU)}
     for name, (ranks, parallel, rollout_tp) in CUTS.items():
         mesh = build_training_mesh(ranks, parallel, rollout_tp)
         meshes[name] = ParallelMesh(mesh, CPU, parallel.shards)

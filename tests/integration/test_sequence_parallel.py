@@ -36,6 +36,7 @@ from sequence_cases import (
 )
 
 from hybridrl.errors import ConfigError
+from hybridrl.layout.rank_mesh import RankMesh
 from hybridrl.models.packed_models import CausalPolicy
 from hybridrl.models.packed_samples import PackedSamples
 from hybridrl.parallel import fsdp
@@ -112,7 +113,7 @@ def in_windows(sequence):
 
 def rank_program(rank):
     """What each of four processes does and finds; tests compare."""
-    alone = ParallelMesh.data_parallel(CPU, 1)
+    alone = ParallelMesh(RankMesh({"dp": 1}), CPU)
     places = {name: layout(name, rank) for name in LAYOUTS}
     models = {name: make_model(name) for name in MODELS}
     found = {}

@@ -58,7 +58,7 @@ def make_engine(mesh, kind=""):
             add_adapters(inner, LoraAdapterConfig(rank=4))
     config = ActorConfig(tokens_per_microbatch=60)
     model = ScalarModel(inner, "before") if "critic" in kind else CausalPolicy(inner)
-    engine = TrainEngine(model, mesh, CPU, "float32", config)
+    engine = TrainEngine(model, mesh, "float32", config)
     engine.start_optimizer(LEARNING, updates=6)
     return engine
 

@@ -79,7 +79,7 @@ def whole(mesh, source, config, scalar):
     if config.lora.rank:
         add_adapters(model, config.lora)
     model = ScalarModel(model, "before") if scalar else CausalPolicy(model)
-    return TrainEngine(model, mesh, CPU, "float32", config)
+    return TrainEngine(model, mesh, "float32", config)
 
 
 def contents(engine):

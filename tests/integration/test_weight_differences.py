@@ -12,6 +12,7 @@ from hybridrl.config.schema import ActorConfig
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import RolloutError
 from hybridrl.layout.boxes import box_numel, box_shape
+from hybridrl.layout.rank_mesh import RankMesh
 from hybridrl.models.packed_models import CausalPolicy
 from hybridrl.parallel.process_group import ParallelMesh
 from hybridrl.weights.weight_channel import WeightChannel
@@ -38,10 +39,10 @@ class Link:
 
 
 def train_for(rank):
-    mesh = ParallelMesh.data_parallel(CPU, TRAINERS)
+    mesh = ParallelMesh(RankMesh({"dp": TRAINERS}), CPU)
     if rank >= TRAINERS:
         return None
-    return TrainEngine(CausalPolicy(make_model()), mesh, CPU, "float32", ActorConfig())
+    return TrainEngine(CausalPolicy(make_model()), mesh, "float32", ActorConfig())
 
 
 def learn(train):
@@ -173,10 +174,10 @@ def test_what_is_damaged_twice_ends_the_job(tmp_path):
 
 def damaged_for_good(rank):
     torch.set_num_threads(1)
-    mesh = ParallelMesh.data_parallel(CPU, 1)
+    mesh = ParallelMesh(RankMesh({"dp": 1}), CPU)
     train = None
     if rank == 0:
-        train = TrainEngine(CausalPolicy(make_model()), mesh, CPU, "float32", ActorConfig())
+        train = TrainEngine(CausalPolicy(make_model()), mesh, "float32", ActorConfig())
     rollout = Part(0, 1) if rank else None
     channel = WeightChannel(dist.group.WORLD, torch.bfloat16, CPU, train, rollout, method="delta")
     dist.all_to_all_single = Link(100 if rank == 0 else 0)

@@ -14,6 +14,7 @@ from hybridrl.controller.group_call import UNKNOWN, ShardedResult, ShardInfo
 from hybridrl.controller.table_expression import ResultTable
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.layout.boxes import Piece, box_shape, full_box
+from hybridrl.layout.rank_mesh import RankMesh
 from hybridrl.models.packed_models import CausalPolicy
 from hybridrl.parallel.process_group import ParallelMesh
 from hybridrl.rollout.rollout_engine import BatchedEngine
@@ -76,10 +77,10 @@ def bytes_of(batch):
 
 def program(rank, folder):
     torch.set_num_threads(1)
-    mesh = ParallelMesh.data_parallel(CPU, TRAINERS)
+    mesh = ParallelMesh(RankMesh({"dp": TRAINERS}), CPU)
     train = None
     if rank < TRAINERS:
-        train = TrainEngine(CausalPolicy(make_model()), mesh, CPU, "float32", ActorConfig())
+        train = TrainEngine(CausalPolicy(make_model()), mesh, "float32", ActorConfig())
     return [run(rank, folder, train, parts) for parts in (1, 2)]
 
 
@@ -123,10 +124,10 @@ def differences(rank):
     """What each rank put or read at each of four versions: plain differences, a damaged parcel,
     differences again, and after a version that the receivers did not take."""
     torch.set_num_threads(1)
-    mesh = ParallelMesh.data_parallel(CPU, 1)
+    mesh = ParallelMesh(RankMesh({"dp": 1}), CPU)
     train = None
     if rank == 0:
-        train = TrainEngine(CausalPolicy(make_model()), mesh, CPU, "float32", ActorConfig())
+        train = TrainEngine(CausalPolicy(make_model()), mesh, "float32", ActorConfig())
     rollout = Part(rank - 1, 2) if rank else None
     channel = WeightChannel(
         dist.group.WORLD, torch.bfloat16, CPU, train, rollout, parcels=True, method="delta"

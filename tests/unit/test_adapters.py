@@ -100,7 +100,7 @@ def make_engine(mesh, model, files=None):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         add_adapters(model.inner, LORA)
-    engine = TrainEngine(model, mesh, CPU, "float32", ActorConfig(tokens_per_microbatch=20), files)
+    engine = TrainEngine(model, mesh, "float32", ActorConfig(tokens_per_microbatch=20), files)
     engine.start_optimizer(OptimizerConfig(learning_rate=0.02, weight_decay=0.1), updates=20)
     return engine
 
@@ -312,7 +312,7 @@ def test_a_second_stage_begins_where_the_first_ended_and_knows_where_that_was(st
     add_adapters(model, lora)
     load_adapters(model, str(folder))
     config = ActorConfig(tokens_per_microbatch=20, lora=lora)
-    engine = TrainEngine(CausalPolicy(model), mesh, CPU, "float32", config, files)
+    engine = TrainEngine(CausalPolicy(model), mesh, "float32", config, files)
     engine.start_optimizer(OptimizerConfig(learning_rate=0.02), updates=20)
     torch.testing.assert_close(engine_log_probs(engine), ended)
     learn(engine)

@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from hybridrl.algorithms import negative_log_likelihood
 from hybridrl.checkpoint.engine_state.state_saver import EngineStateSaver
 from hybridrl.checkpoint.engine_state.training_state import load_training_state
+from hybridrl.layout.rank_mesh import RankMesh
 from hybridrl.parallel import fsdp
 from hybridrl.parallel.process_group import ParallelMesh
 
@@ -42,7 +43,7 @@ def engine_of(process_group):
         if dist.is_initialized():
             dist.destroy_process_group()
         dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
-        engine = make_engine(ParallelMesh.data_parallel(CPU, ranks))
+        engine = make_engine(ParallelMesh(RankMesh({"dp": ranks}), CPU))
         for parameter in engine.model.parameters():
             moments = {name: torch.rand_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
             engine.optimizer.state[parameter] = moments

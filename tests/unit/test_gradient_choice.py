@@ -1,22 +1,17 @@
 """Which way each unit's gradients are summed."""
 
 import json
-import math
 from dataclasses import asdict
 
 import pytest
 from choice_cases import least, line, random_case, way
 
-from hybridrl.errors import ConfigError
 from hybridrl.parallel.reduction_choice import (
     FULL_REDUCTION,
-    NO_OVERLAP,
-    STREAM_OVERLAP,
     CostCurve,
     GradientBucket,
     HopCost,
     MethodCost,
-    OverlapModel,
     choose_methods,
     predict_backward_seconds,
 )
@@ -28,19 +23,21 @@ WAYS = [way(FULL_REDUCTION), way("int8", 0.3, 4e6), way("int4", 0.5, 7.5e6)]
 def test_a_choice_is_as_quick_as_the_quickest_of_all():
     close = 0
     for seed in range(200):
-        buckets, ways, overlap = random_case(seed)
-        choice = choose_methods(buckets, ways, overlap)
+        buckets, ways, beside = random_case(seed)
+        choice = choose_methods(buckets, ways, beside)
         by_name = {one.name: one for one in ways}
-        taken = predict_backward_seconds(buckets, [by_name[name] for name in choice.ways], overlap)
+        taken = predict_backward_seconds(buckets, [by_name[name] for name in choice.ways], beside)
         assert taken == pytest.approx(choice.seconds)
-        close += taken <= 1.03 * least(buckets, ways, overlap)
+        close += taken <= 1.03 * least(buckets, ways, beside)
     assert close == 200
 
 
 def test_in_order_everything_adds_up():
     buckets = [GradientBucket(1_000_000, 1.0), GradientBucket(2_000_000, 1.5)]
-    assert predict_backward_seconds(buckets, [WAYS[0]] * 2, NO_OVERLAP) == pytest.approx(1.5 + 3.0)
-    assert predict_backward_seconds(buckets, [WAYS[1]] * 2, NO_OVERLAP) == pytest.approx(
+    assert predict_backward_seconds(buckets, [WAYS[0]] * 2, beside=False) == pytest.approx(
+        1.5 + 3.0
+    )
+    assert predict_backward_seconds(buckets, [WAYS[1]] * 2, beside=False) == pytest.approx(
         1.5 + 3 * (0.3 + 0.25)
     )
 
@@ -48,27 +45,23 @@ def test_in_order_everything_adds_up():
 def test_beside_the_backward_only_what_is_longer_counts():
     buckets = [GradientBucket(1_000_000, 1.0), GradientBucket(1_000_000, 4.0)]
     # The first sum ends at 2, long before the second begins at 4.
-    assert predict_backward_seconds(buckets, [WAYS[0]] * 2, STREAM_OVERLAP) == pytest.approx(5.0)
+    assert predict_backward_seconds(buckets, [WAYS[0]] * 2, beside=True) == pytest.approx(5.0)
     # Encoding the first takes from the backward what it takes itself.
-    assert predict_backward_seconds(buckets, [WAYS[1], WAYS[0]], STREAM_OVERLAP) == pytest.approx(
-        5.3
-    )
-    free = OverlapModel(beside=True)
-    assert predict_backward_seconds(buckets, [WAYS[1], WAYS[0]], free) == pytest.approx(5.0)
+    assert predict_backward_seconds(buckets, [WAYS[1], WAYS[0]], beside=True) == pytest.approx(5.3)
     # The backward waits with the second until the first is summed: at 1 + 10.
     slow = [GradientBucket(10_000_000, 1.0), GradientBucket(1_000_000, 4.0)]
-    assert predict_backward_seconds(slow, [WAYS[0]] * 2, STREAM_OVERLAP) == pytest.approx(12.0)
+    assert predict_backward_seconds(slow, [WAYS[0]] * 2, beside=True) == pytest.approx(12.0)
 
 
 def test_what_ends_before_a_bubble_is_left_as_it_is():
     buckets = [GradientBucket(1_000_000, 1.0), GradientBucket(1_000_000, 4.0)]
-    assert choose_methods(buckets, WAYS, STREAM_OVERLAP).ways == (FULL_REDUCTION, "int8")
-    assert choose_methods(buckets, WAYS, NO_OVERLAP).ways == ("int8", "int8")
+    assert choose_methods(buckets, WAYS, beside=True).ways == (FULL_REDUCTION, "int8")
+    assert choose_methods(buckets, WAYS, beside=False).ways == ("int8", "int8")
 
 
 def test_nothing_is_encoded_where_nothing_is_gained():
     fast = [way(FULL_REDUCTION, link=1e9), way("int8", 0.3, 4e9), way("int4", 0.5, 7.5e9)]
-    choice = choose_methods([GradientBucket(1_000_000)] * 3, fast, NO_OVERLAP)
+    choice = choose_methods([GradientBucket(1_000_000)] * 3, fast, beside=False)
     assert choice.ways == (FULL_REDUCTION,) * 3
     assert choice.of_full == 1
     assert "nothing else" in choice.sentence()
@@ -76,13 +69,17 @@ def test_nothing_is_encoded_where_nothing_is_gained():
 
 def test_of_ways_that_are_alike_the_first_is_taken():
     alike = [way(FULL_REDUCTION), way("int8", 0.0, 1.01e6), way("int4", 0.0, 1.015e6)]
-    assert choose_methods([GradientBucket(1_000_000)], alike, NO_OVERLAP).ways == (FULL_REDUCTION,)
+    assert choose_methods([GradientBucket(1_000_000)], alike, beside=False).ways == (
+        FULL_REDUCTION,
+    )
 
 
 def test_small_units_may_go_as_they_are_beside_large_ones():
     ways = [way(FULL_REDUCTION), way("int8", 0.1, 4e6, alpha=0.01)]
     choice = choose_methods(
-        [GradientBucket(1_000), GradientBucket(9_000_000), GradientBucket(1_000)], ways, NO_OVERLAP
+        [GradientBucket(1_000), GradientBucket(9_000_000), GradientBucket(1_000)],
+        ways,
+        beside=False,
     )
     assert choice.ways == (FULL_REDUCTION, "int8", FULL_REDUCTION)
     assert choice.sentence().startswith(
@@ -105,25 +102,10 @@ def test_a_curve_is_straight_between_points_and_beyond_them(values, seconds):
 
 
 def test_a_choice_is_plain_data():
-    choice = choose_methods([GradientBucket(5)] * 2, WAYS, NO_OVERLAP)
+    choice = choose_methods([GradientBucket(5)] * 2, WAYS, beside=False)
     assert json.loads(json.dumps(asdict(choice)))["ways"] == list(choice.ways)
 
 
 def test_no_units_are_no_time():
-    choice = choose_methods([], WAYS, NO_OVERLAP)
+    choice = choose_methods([], WAYS, beside=False)
     assert choice.ways == () and choice.seconds == 0 and choice.of_full == 1
-
-
-@pytest.mark.parametrize(
-    ("buckets", "ways", "said"),
-    [
-        ([GradientBucket(1)], WAYS[1:], "`full`"),
-        ([GradientBucket(1), GradientBucket(-1)], WAYS, "unit 1 of -1"),
-        ([GradientBucket(1, math.nan)], WAYS, "not a number"),
-        ([GradientBucket(1)], [*WAYS, way("int2", math.nan)], "not a number"),
-        ([GradientBucket(1, 2.0), GradientBucket(1, 1.0)], WAYS, "before the one before it"),
-    ],
-)
-def test_what_nothing_can_be_chosen_from_is_refused_in_a_sentence(buckets, ways, said):
-    with pytest.raises(ConfigError, match=said):
-        choose_methods(buckets, ways, NO_OVERLAP)

@@ -25,13 +25,12 @@ WAITS = {"item", "tolist", "cpu", "nonzero", "numpy", "masked_select", "unique",
 """Methods whose result depends on the values of a tensor, which the host has to have."""
 ALLOWED = {
     ("models/packed_samples.py", "of"): "on the host, before the model runs",
-    ("models/packed_samples.py", "concatenate_ranges"): "on the host, before the model runs",
     ("models/packed_samples.py", "buckets"): "lengths are on the host",
-    ("models/packed_samples.py", "_candidates"): "on the host, before the model runs",
     ("models/packed_samples.py", "_routes"): "on the host, before the model runs",
+    ("models/packed_samples.py", "_read_by_token"): "on the host, before the model runs",
     **{
         ("models/prompt_trees.py", name): "lengths are on the host"
-        for name in ("of", "prompt_case", "_parts")
+        for name in ("of", "prompt_case", "split_row")
     },
     ("parallel/block_attention.py", "between"): "lengths are on the host",
     ("parallel/block_attention.py", "of_ranges"): "lengths are on the host",

@@ -15,7 +15,6 @@ from hybridrl.parallel.measured_reduction import (
 )
 from hybridrl.parallel.reduction_choice import (
     FULL_REDUCTION,
-    STREAM_OVERLAP,
     ZERO_COST,
     GradientBucket,
     HopCost,
@@ -57,10 +56,9 @@ def link(monkeypatch):
     return rate
 
 
-def installed(values, overlap=None):
-    sums = MeasuredReduceScatter([], None, torch.device("cpu"))
-    if overlap is not None:
-        sums._overlap = overlap
+def installed(values, beside=False):
+    sums = MeasuredReduceScatter({}, None, torch.device("cpu"))
+    sums._beside = beside
     units = [Unit() for _ in values]
     sums.install(units, values)
     assert [unit.sums for unit in units] == sums.units
@@ -83,13 +81,13 @@ def run(sums, link, order, gaps):
 
 def test_beside_a_backward_bubbles_are_seen_once_sums_are_short(link):
     values, order, gaps = [1_000_000] * 4, [3, 2, 1, 0], [2.0, 0.5, 5.0, 0.0]
-    sums = installed(values, STREAM_OVERLAP)
+    sums = installed(values, beside=True)
     assert sums.choice.ways == ("int8",) * 4
     for _ in range(SETTLING_UPDATES):
         run(sums, link, order, gaps)
     ready = [0.0, 2.0, 2.5, 7.5]
     buckets = [GradientBucket(values[unit], at) for unit, at in zip(order, ready, strict=True)]
-    assert sums.choice.ways == choose_methods(buckets, ways(1.0), STREAM_OVERLAP).ways
+    assert sums.choice.ways == choose_methods(buckets, ways(1.0), beside=True).ways
     assert sums.choice.ways == (FULL_REDUCTION, "int8", FULL_REDUCTION, "int8")
     assert sums._order == order
     assert len(sums.said) == 2 and "backward and sums" in sums.said[1]

@@ -230,7 +230,7 @@ def test_adapters_are_stepped_by_muon(mesh):
     inner = make_model()
     with torch.random.fork_rng(devices=[]):
         add_adapters(inner, LoraAdapterConfig(rank=4))
-    engine = TrainEngine(CausalPolicy(inner), mesh, CPU, "float32", ActorConfig())
+    engine = TrainEngine(CausalPolicy(inner), mesh, "float32", ActorConfig())
     engine.start_optimizer(OptimizerConfig(name="muon", learning_rate=1e-2), updates=4)
     before = engine.local_parameters()
     before = {name: part.clone() for name, part in before.items()}

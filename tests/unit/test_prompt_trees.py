@@ -42,8 +42,12 @@ from hybridrl.models.lora import add_adapters
 from hybridrl.models.packed_attention import PACKED_ATTENTION, causal_attention
 from hybridrl.models.packed_models import CausalPolicy, FeatureModel, ScalarModel
 from hybridrl.models.packed_samples import PackedSamples, PackingMetadata, SampleLayout
-from hybridrl.models.prompt_sharing_gain import LeastSaving, find_least_saving
-from hybridrl.models.prompt_trees import PromptTrees, explain_unshareable
+from hybridrl.models.prompt_sharing_gain import (
+    LeastSaving,
+    explain_unshareable,
+    find_least_saving,
+)
+from hybridrl.models.prompt_trees import PromptTrees
 
 CLOSE, EVERY = 1e-5, LeastSaving(0.0, 1)
 

@@ -100,7 +100,7 @@ def transformers_scores(model, batch):
 
 def make_engine(mesh, model, reads, **settings):
     """An engine that learns nothing and records each gradient its optimizer is given."""
-    engine = TrainEngine(ScalarModel(model, reads), mesh, CPU, "float32", ActorConfig(**settings))
+    engine = TrainEngine(ScalarModel(model, reads), mesh, "float32", ActorConfig(**settings))
     engine.start_optimizer(OptimizerConfig(learning_rate=0.0, max_grad_norm=0.0), updates=100)
     engine.gradients = []
     engine.optimizer.register_step_pre_hook(

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.models.packed_samples import concatenate_ranges
+from hybridrl.models.token_ranges import concatenate_ranges
 from hybridrl.parallel.sequence_parallel import TokenOwnership
 from hybridrl.parallel.zigzag import compute_rank_positions, split_over_ring
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.models.packed_samples import concatenate_ranges
+from hybridrl.models.token_ranges import concatenate_ranges
 from hybridrl.parallel.zigzag import (
     compute_rank_positions,
     split_bounds,

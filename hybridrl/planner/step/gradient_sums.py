@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from hybridrl.parallel.reduction_choice import (
     FULL_REDUCTION,
-    NO_OVERLAP,
-    STREAM_OVERLAP,
     ZERO_COST,
     CostCurve,
     GradientBucket,
@@ -92,15 +90,14 @@ def choose_gradient_sums(
         backward: Seconds of computation of one.
     """
     sizes = list_unit_sizes(part)
-    overlap = NO_OVERLAP if part.device == "cpu" else STREAM_OVERLAP
-    beside = backward if overlap.beside else 0.0
+    beside = part.device != "cpu"
+    ready = backward if beside else 0.0
     buckets = [
-        GradientBucket(size, beside * (number + 1) / len(sizes))
-        for number, size in enumerate(sizes)
+        GradientBucket(size, ready * (number + 1) / len(sizes)) for number, size in enumerate(sizes)
     ]
     if setting == "auto":
         ways = [way for name, way in found.items() if name != "bfloat16"]
-        return choose_methods(buckets, ways, overlap)
+        return choose_methods(buckets, ways, beside)
     name = setting
     if setting == "two_level_int4":  # what it means on these nodes
         name = next(name for name in ("int8+int4", "int4", "int8") if name in found)
@@ -108,9 +105,9 @@ def choose_gradient_sums(
     full = [found[FULL_REDUCTION]] * len(buckets)
     return ReductionChoice(
         (name,) * len(buckets),
-        predict_backward_seconds(buckets, same, overlap),
-        predict_backward_seconds(buckets, full, overlap),
-        with_backward=overlap.beside,
+        predict_backward_seconds(buckets, same, beside),
+        predict_backward_seconds(buckets, full, beside),
+        with_backward=beside,
     )
 
 
