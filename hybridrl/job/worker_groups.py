@@ -12,7 +12,6 @@ from typing import Any, Protocol
 from hybridrl.algorithms import BradleyTerryObjective
 from hybridrl.checks.models.tokenizer_checks import find_end_tokens
 from hybridrl.config.effective_settings import is_effective
-from hybridrl.config.meta_schema import MetaConfig
 from hybridrl.config.role_models import parse_role_model
 from hybridrl.config.schema import (
     FULL_FORMAT,
@@ -20,6 +19,7 @@ from hybridrl.config.schema import (
     Config,
     JudgeConfig,
     LoraAdapterConfig,
+    MetaConfig,
     PreferenceConfig,
     RewardConfig,
     RolloutParallelConfig,
