@@ -245,9 +245,7 @@ def _compose_presets(chosen: tuple[tuple[str, str], ...]) -> DictConfig:
 def _explain_unresolved(config: DictConfig, error: OmegaConfBaseException) -> str:
     """Explain why a reference to another setting or to the environment cannot be resolved."""
     key = str(error.full_key)
-    said = OmegaConf.to_container(config)
-    for name in key.split("."):
-        said = said.get(name) if isinstance(said, dict) else None
+    said = read_setting(OmegaConf.to_container(config), key)
     cause = str(error).splitlines()[0]
     if "could not be converted" in cause or "Cannot convert" in cause:
         return f"{key}={said}: what it refers to {describe_expected(find_setting_type(key))}."

@@ -255,17 +255,9 @@ class Job:
         self.feed = self._make_feed()
         if self.config.placement.strategy == "auto":
             self._as_asked = self._as_asked or self.config
-        placed = place_roles(
-            self.config,
-            self._known(),
-            self._usual_lengths,
-            self.executor,
-            self.directory,
-            progress,
-        )
-        self.config, self.placement = placed.config, placed.placement
-        self.plan, self.plan_notice = placed.plan, placed.plan_notice
-        self.placement_notice = placed.placement_notice
+        lengths, known = self._usual_lengths, self._known()
+        placed = place_roles(self.config, known, lengths, self.executor, self.directory, progress)
+        self.config, self.placement, self.plan, self.plan_notice, self.placement_notice = placed
 
     def _build(self, progress: Callable[[str], None]) -> None:
         """Build the workers of the roles where they are placed."""

@@ -176,24 +176,18 @@ def load_job_rows(
         kind: `prompts`, `examples`, `pairs` or `responses`, as `Trainer.DATA` says.
         progress: Told what takes long, and of tokenizing how much is done of how much.
     """
-    with used_by(config.cache, progress):
-        return _load_rows(config, kind, tokenizer)
-
-
-def _load_rows(
-    config: Config, kind: str, tokenizer: Any
-) -> tuple[JobData, dict[str, Batch | None]]:
     trains = load_trainer(config.trainer.name).TRAINS
     needs_rows = needs_held_out_rows(config, trains)
-    if not needs_rows and not trains:  # the job's own data is the business of nobody
-        sets = load_eval_sets(config, tokenizer, None)
-        first = next(rows for rows in sets.values() if rows is not None)
-        most = (one.own.max_tokens for one in resolve_eval_sets(config).values())
-        response = max(limit or config.rollout.max_tokens for limit in most)
-        return JobData(first, None, None, longest([first], "prompt_ids"), response), sets
-    held_out = config.eval.prompts if needs_rows else 0
-    data = load_job_data(config, kind, tokenizer, trains=trains, held_out=held_out)
-    return data, load_eval_sets(config, tokenizer, data.held_out)
+    with used_by(config.cache, progress):
+        if needs_rows or trains:
+            held_out = config.eval.prompts if needs_rows else 0
+            data = load_job_data(config, kind, tokenizer, trains=trains, held_out=held_out)
+            return data, load_eval_sets(config, tokenizer, data.held_out)
+        sets = load_eval_sets(config, tokenizer, None)  # nobody needs the job's own data
+    first = next(rows for rows in sets.values() if rows is not None)
+    most = (one.own.max_tokens for one in resolve_eval_sets(config).values())
+    response = max(limit or config.rollout.max_tokens for limit in most)
+    return JobData(first, None, None, longest([first], "prompt_ids"), response), sets
 
 
 def list_data_remarks(config: Config, kind: str, rows: JobData) -> list[str]:

@@ -23,6 +23,16 @@ from hybridrl.trainers.objectives import find_off_policy_setting, resolve_correc
 
 _TASK_FUNCTION_PREFIX = "hybridrl.data.tasks."
 """Before the names of functions that built-in tasks bring; presets name them."""
+_GROUPS_OF_TRAINERS = {
+    "cost": "a cost belongs to Safe-RLHF and Safe-RLHF needs one. Use algorithm=safe_rlhf, which "
+    "sets both.",
+    "preference": "`preference` belongs to learning from preferences. Use algorithm=dpo, "
+    "algorithm=online_dpo, algorithm=reward_model or algorithm=kto, which set both; a trainer of "
+    "your own that reads it has it in its USES.",
+    "meta": "`meta` belongs to reward models of many tasks. Use algorithm=meta_reward_model, which "
+    "sets both.",
+}
+"""Groups of settings that are null with all other trainers, and what is to be said then."""
 OF_PARTS = (
     "cost",
     "preference",
@@ -101,20 +111,9 @@ def _check_program_groups(config: Config) -> None:
             f"`critic` is set, but trainer.name={name} has no critic. Use algorithm=ppo, or leave "
             "the critic's settings out."
         )
-    if (config.cost is not None) != ("cost" in kinds):
-        raise ConfigError(
-            f"trainer.name={name} with cost={'null' if config.cost is None else '...'}: a cost "
-            "belongs to Safe-RLHF and Safe-RLHF needs one. Use algorithm=safe_rlhf, which sets "
-            "both."
-        )
+    _refuse_unpaired(config, "cost", "cost" in kinds)
     learns_pairs = "preference" in _uses(config)
-    if (config.preference is not None) != learns_pairs:
-        raise ConfigError(
-            f"trainer.name={name} with preference="
-            f"{'null' if config.preference is None else '...'}: `preference` belongs to learning "
-            "from preferences. Use algorithm=dpo, algorithm=online_dpo, algorithm=reward_model or "
-            "algorithm=kto, which set both; a trainer of your own that reads it has it in its USES."
-        )
+    _refuse_unpaired(config, "preference", learns_pairs)
     if learns_pairs and _is_built_in(config) and config.actor.updates_per_step > 1:
         raise ConfigError(
             f"actor.updates_per_step={config.actor.updates_per_step}: trainer.name={name} makes "
@@ -136,6 +135,15 @@ def _check_program_groups(config: Config) -> None:
         raise ConfigError(
             f"algorithm.replay_age={age}: a step makes {updates} updates, so that samples of the "
             f"step before are too old already. Set it to {updates} or more."
+        )
+
+
+def _refuse_unpaired(config: Config, group: str, is_read: bool) -> None:
+    """Refuse a group of settings that the trainer does not read, and its lack where it does."""
+    if (getattr(config, group) is not None) != is_read:
+        raise ConfigError(
+            f"trainer.name={config.trainer.name} with {group}={'null' if is_read else '...'}: "
+            f"{_GROUPS_OF_TRAINERS[group]}"
         )
 
 
@@ -190,12 +198,7 @@ def _check_lora(config: Config) -> None:
 
 def _check_tasks(config: Config) -> None:
     name, data = config.trainer.name, config.data
-    if (config.meta is not None) != ("meta" in _uses(config)):
-        raise ConfigError(
-            f"trainer.name={name} with meta={'null' if config.meta is None else '...'}: `meta` "
-            "belongs to reward models of many tasks. Use algorithm=meta_reward_model, which sets "
-            "both."
-        )
+    _refuse_unpaired(config, "meta", "meta" in _uses(config))
     if config.meta is None:
         return
     if data.task_column is None:
