@@ -46,13 +46,12 @@ from hybridrl.evaluation.eval_sets import resolve_eval_sets
 from hybridrl.job.config_resolution import (
     KnownJob,
     apply_python_objects,
+    place_roles,
     resolve_settings,
     with_date,
 )
 from hybridrl.job.device_pool import DevicePool
-from hybridrl.job.job_inputs import load_job_inputs
-from hybridrl.job.loading_progress import LoadingProgress
-from hybridrl.job.role_placement import place_roles
+from hybridrl.job.job_inputs import LoadingProgress, load_job_inputs
 from hybridrl.run_files.metric_writers import (
     MetricLog,
     MetricWriter,

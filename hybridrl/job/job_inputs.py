@@ -32,7 +32,7 @@ from hybridrl.data.row_keys import TEXT_KEY, TOKENS_KEY, remove_keys
 from hybridrl.data.task_blocks import TASK
 from hybridrl.data.token_cache import used_by
 from hybridrl.environments.rows import check_environment_loads
-from hybridrl.errors import ConfigError, ErrorCollector
+from hybridrl.errors import ConfigError, ErrorCollector, HybridRLError
 from hybridrl.evaluation.eval_sets import evaluates_held_out, needs_held_out_rows, resolve_eval_sets
 from hybridrl.evaluation.loaded_sets import load_eval_sets, longest_evaluated
 from hybridrl.system.storage import explain_write_errors
@@ -70,6 +70,23 @@ class JobInputs:
     longest_evaluated: int = 0
     remarks: list[str] = field(default_factory=list)
     report: Mapping[str, Any] = field(default_factory=dict)
+
+
+class LoadingProgress:
+    """Passes on what loading tells, each text once, and ends it when the job has ended: it may take
+    an hour, in another thread than that which is interrupted."""
+
+    def __init__(self, progress: Callable[[str], None], bar: Callable[[int, int], None]) -> None:
+        self._progress, self._bar, self._text, self.is_ended = progress, bar, "", False
+
+    def __call__(self, text: str, done: int = 0, total: int = 0) -> None:
+        if self.is_ended:
+            raise HybridRLError("The job has ended.")
+        if text != self._text:
+            self._text = text
+            self._progress(text)
+        if total:
+            self._bar(done, total)
 
 
 def load_job_inputs(
