@@ -247,11 +247,12 @@ def place_roles(
     from hybridrl.planner.fitting_settings import format_settings
     from hybridrl.planner.job_start import UNPLANNED, plan_starting_job, search_placement
     from hybridrl.planner.machine.device_catalog import add_device_memory
-    from hybridrl.systems.operator_costs.cost_source import offer_costs
 
     directory.write_text(CLUSTER, add_device_memory(known.cluster).to_json() + "\n")
     described = known.with_model(config)
     if config.placement.strategy == "auto":
+        from hybridrl.systems.operator_costs.cost_source import offer_costs
+
         progress("searching for a placement")
         offer_costs()
         best = search_placement(described, executor, known.lengths, known.roles, usual).best[0]
