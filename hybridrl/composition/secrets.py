@@ -60,9 +60,6 @@ class SecretStr(str):
     def __reduce__(self) -> tuple[Any, ...]:
         return SecretStr, (str(self), self.written)
 
-    def __str__(self) -> str:
-        return str.__str__(self)
-
 
 def mark_secrets(config: Config, said: DictConfig) -> Config:
     """Mark the secrets among the settings.
@@ -107,7 +104,7 @@ def _is_named(path: _Path) -> bool:
 
 def reveal_secrets(config: Config) -> Config:
     """Replace marked secrets by plain strings."""
-    return _map_values(config, lambda _, v: str.__str__(v) if isinstance(v, SecretStr) else v)
+    return _map_values(config, lambda _, v: str(v) if isinstance(v, SecretStr) else v)
 
 
 def copy_secret_references(config: Config, given: Config) -> Config:
