@@ -13,11 +13,13 @@ from hybridrl.checks.settings.credit_checks import (
     check_shaping,
     check_step_credit,
     check_turn_credit,
+    find_uses,
+    is_built_in,
 )
 from hybridrl.config.effective_settings import unread
 from hybridrl.config.schema import FULL_FORMAT, Config, CostConfig, CriticConfig
 from hybridrl.errors import ConfigError, ErrorCollector, suggest_name
-from hybridrl.trainers import PROGRAM_NAMES, load_roles, load_trainer
+from hybridrl.trainers import load_roles, load_trainer
 from hybridrl.trainers.grpo import compute_max_replayed_prompts
 from hybridrl.trainers.objectives import find_off_policy_setting, resolve_correction
 
@@ -75,21 +77,12 @@ def check_algorithm(config: Config) -> None:
     problems.raise_if_any()
 
 
-def _uses(config: Config) -> frozenset[str]:
-    """Return what the trainer reads of the settings that not every trainer does."""
-    return frozenset(load_trainer(config.trainer.name).USES)
-
-
-def _is_built_in(config: Config) -> bool:
-    return config.trainer.name in PROGRAM_NAMES
-
-
 def _check_unread(config: Config) -> None:
     """Refuse settings that the trainer does not read, whoever wrote it."""
     name = config.trainer.name
     reasons = load_trainer(name).UNREAD_REASONS
-    own = "" if _is_built_in(config) else f", or name it in the USES of {name} if that reads it"
-    for setting, value, readers in unread(config, _uses(config)):
+    own = "" if is_built_in(config) else f", or name it in the USES of {name} if that reads it"
+    for setting, value, readers in unread(config, find_uses(config)):
         if setting not in OF_PARTS:
             reason = f" ({reasons[setting]})" if setting in reasons else ""
             raise ConfigError(
@@ -112,9 +105,9 @@ def _check_program_groups(config: Config) -> None:
             "the critic's settings out."
         )
     _refuse_unpaired(config, "cost", "cost" in kinds)
-    learns_pairs = "preference" in _uses(config)
+    learns_pairs = "preference" in find_uses(config)
     _refuse_unpaired(config, "preference", learns_pairs)
-    if learns_pairs and _is_built_in(config) and config.actor.updates_per_step > 1:
+    if learns_pairs and is_built_in(config) and config.actor.updates_per_step > 1:
         raise ConfigError(
             f"actor.updates_per_step={config.actor.updates_per_step}: trainer.name={name} makes "
             "one update of each step's rows. Lower data.prompts_per_step for more updates."
@@ -198,7 +191,7 @@ def _check_lora(config: Config) -> None:
 
 def _check_tasks(config: Config) -> None:
     name, data = config.trainer.name, config.data
-    _refuse_unpaired(config, "meta", "meta" in _uses(config))
+    _refuse_unpaired(config, "meta", "meta" in find_uses(config))
     if config.meta is None:
         return
     if data.task_column is None:
@@ -281,7 +274,7 @@ def _check_on_policy_sampling(config: Config) -> None:
     """Refuse sampling settings that make samples off-policy for the loss; users' programs are not
     checked."""
     algorithm = config.algorithm
-    if not _is_built_in(config) or "algorithm.policy_loss" not in _uses(config):
+    if not is_built_in(config) or "algorithm.policy_loss" not in find_uses(config):
         return  # it learns from samples whoever wrote them, or as it likes
     setting = find_off_policy_setting(config)
     if not setting or resolve_correction(config) != "none":
