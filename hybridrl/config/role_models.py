@@ -76,7 +76,7 @@ def parse_role_model(config: Config, role: str) -> RoleModelConfig:
         raise ConfigError(
             f"{name}.precision={precision}: must be a file of `hybridrl plan precision`."
         )
-    changes = {}
+    changes: Mapping[str, Any] = {}
     if parallel is not None:
         parallel = parse_group(f"{name}.parallel", ParallelConfig(), parallel)
     if optimizer is not None:

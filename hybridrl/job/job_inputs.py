@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,10 +66,10 @@ class JobInputs:
     tokenizer_path: str
     tokenizer: Any
     data: JobData
-    sets: Mapping[str, Batch | None] = field(default_factory=dict)
-    longest_evaluated: int = 0
-    remarks: list[str] = field(default_factory=list)
-    report: Mapping[str, Any] = field(default_factory=dict)
+    sets: Mapping[str, Batch | None]
+    longest_evaluated: int
+    remarks: list[str]
+    report: Mapping[str, Any]
 
 
 class LoadingProgress:
@@ -180,8 +180,7 @@ def load_job_inputs(
         )
     problems.raise_if_any()
     assert model is not None and rows is not None
-    inputs = (path, model, named, tokenizer, rows, sets, evaluated)
-    return JobInputs(*inputs, remarks, report.figures)
+    return JobInputs(path, model, named, tokenizer, rows, sets, evaluated, remarks, report.figures)
 
 
 def load_job_rows(
