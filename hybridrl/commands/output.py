@@ -14,13 +14,14 @@ from rich.console import Console
 from hybridrl.system.storage import explain_write_errors
 
 
-def print_for_people(*what: Any, pipe_width: int = 160) -> int:
+def print_for_people(*what: Any, pipe_width: int = 160, stderr: bool = False) -> int:
     """Print texts and tables for a person; return the exit code 0.
 
     Args:
         pipe_width: Cells of a line of a table where the output is no terminal.
     """
-    console = Console(width=None if sys.stdout.isatty() else pipe_width)
+    stream = sys.stderr if stderr else sys.stdout
+    console = Console(width=None if stream.isatty() else pipe_width, stderr=stderr)
     for each in what:
         console.print(each, highlight=False, markup=False, soft_wrap=isinstance(each, str))
     return 0

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import yaml
-from rich.console import Console
 
 from hybridrl.commands.output import print_for_people
 from hybridrl.commands.plan_options import (
@@ -148,12 +147,9 @@ def _write_placement_and_recipe(
     settings = {"placement": "file", "placement.path": str(placement.resolve())}
     needed = dict(left) | dict(best.settings)
     recipe.write_text(yaml.safe_dump(settings | needed, sort_keys=False))
-    console = Console(stderr=True)
     said = " ".join(format_settings(needed.items()))
-    console.print(
+    print_for_people(
         f"written: {placement} and {recipe}; add recipe={recipe} to the job's settings"
         f"{f' (it says {said})' if said else ''}",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
+        stderr=True,
     )

@@ -53,10 +53,9 @@ def run(chosen: argparse.Namespace) -> int:
     write_perfetto_trace(spans, file)
     seconds = max(span.end for span in spans) - min(span.start for span in spans)
     steps = len({span.step for span in spans})
-    lines = f"{steps} steps of {folder}: {format_seconds(seconds)}", f"trace: {file}"
-    return print_for_people(
-        lines[0], "", _build_share_table(spans), "", lines[1] + " (opens in ui.perfetto.dev)"
-    )
+    head = f"{steps} steps of {folder}: {format_seconds(seconds)}"
+    trace = f"trace: {file} (opens in ui.perfetto.dev)"
+    return print_for_people(head, "", _build_share_table(spans), "", trace)
 
 
 def _build_share_table(spans: Sequence[DeviceSpan]) -> Table:

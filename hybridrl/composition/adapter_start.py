@@ -11,6 +11,7 @@ from hybridrl.composition.model_start import ACTOR_ROLE, resolve_model_folder
 from hybridrl.config.schema import Config, LoraAdapterConfig
 from hybridrl.errors import ConfigError
 from hybridrl.system.bounded_files import load_object
+from hybridrl.system.hub_access import may_be_hub_model
 
 DESCRIBED = "adapter_config.json"
 _PLAIN = {
@@ -106,12 +107,11 @@ def _check_same(given: LoraAdapterConfig, found: LoraAdapterConfig, folder: Path
 
 def _base_folder(base: str, folder: Path, setting: str) -> str:
     """The model that adapters were trained on."""
-    places = [Path(base).expanduser(), folder / base] if base else []
-    is_there = next((place for place in places if place.exists()), None)
-    if is_there is not None:
-        return str(is_there)
-    if base and not base.startswith((".", "/", "~")) and base.count("/") <= 1:
-        return base  # of the hub
+    for place in (Path(base).expanduser(), folder / base) if base else ():
+        if place.exists():
+            return str(place)
+    if may_be_hub_model(base):
+        return base
     raise ConfigError(
         f"{setting}={folder} holds adapters of the model {base or '(which it does not name)'}, "
         "which is not there. Set model.path to that model's folder, and actor.lora.path to the "

@@ -35,11 +35,11 @@ from hybridrl.config.presets import (
     DEFAULT_PRESETS,
     FILES,
     find_presets_setting,
+    flatten_settings,
     list_preset_settings,
     list_presets,
     load_preset,
 )
-from hybridrl.config.presets import flatten_settings as leaves_of_preset
 from hybridrl.config.schema import Config, is_served
 from hybridrl.config.setting_types import (
     describe_expected,
@@ -200,7 +200,7 @@ def _composed_for_rows(
     if is_default and _value(plain, "model.path") is not None and _evaluates_only_sets(plain):
         return plain, {}, False
     instead = {}
-    for name, _ in leaves_of_preset(load_preset(DATA, chosen[DATA])):
+    for name, _ in flatten_settings(load_preset(DATA, chosen[DATA])):
         value = _value(plain, name)
         if name != "data.task" and value != _value(composed, name):
             instead[name] = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
@@ -245,9 +245,7 @@ def _compose_presets(chosen: tuple[tuple[str, str], ...]) -> DictConfig:
 def _explain_unresolved(config: DictConfig, error: OmegaConfBaseException) -> str:
     """Explain why a reference to another setting or to the environment cannot be resolved."""
     key = str(error.full_key)
-    said = OmegaConf.to_container(config)
-    for name in key.split("."):
-        said = said.get(name) if isinstance(said, dict) else None
+    said = read_setting(OmegaConf.to_container(config), key)
     cause = str(error).splitlines()[0]
     if "could not be converted" in cause or "Cannot convert" in cause:
         return f"{key}={said}: what it refers to {describe_expected(find_setting_type(key))}."

@@ -30,6 +30,7 @@ from hybridrl.system.redaction import (
     without_url_secrets,
 )
 
+_Path = tuple[Any, ...]
 _FREE = re.compile(
     r"(?:(?:eval\.sets\.[\w-]+\.)?reward\.options|cost\.options|rollout\.engine_options"
     r"|environment\.options|models\.\w+|data\.(?:sources\.[\w-]+\.)?(?:task|sampler)_options)\b"
@@ -59,9 +60,6 @@ class SecretStr(str):
     def __reduce__(self) -> tuple[Any, ...]:
         return SecretStr, (str(self), self.written)
 
-    def __str__(self) -> str:
-        return str.__str__(self)
-
 
 def mark_secrets(config: Config, said: DictConfig) -> Config:
     """Mark the secrets among the settings.
@@ -71,7 +69,7 @@ def mark_secrets(config: Config, said: DictConfig) -> Config:
     """
     references = OmegaConf.to_container(said, resolve=False)
 
-    def mark(path: Sequence[Any], value: Any) -> Any:
+    def mark(path: _Path, value: Any) -> Any:
         if not isinstance(value, str):
             return value
         text = _read_nested(references, path)
@@ -88,7 +86,7 @@ def mark_secrets(config: Config, said: DictConfig) -> Config:
 def redact_secrets(config: Config) -> Config:
     """Replace marked secrets by what may be written in their place."""
 
-    def write(path: Sequence[Any], value: Any) -> Any:
+    def write(path: _Path, value: Any) -> Any:
         if isinstance(value, SecretStr):
             return value.written
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -98,7 +96,7 @@ def redact_secrets(config: Config) -> Config:
     return _map_values(config, write)
 
 
-def _is_named(path: Sequence[Any]) -> bool:
+def _is_named(path: _Path) -> bool:
     """Return whether a free option is a secret by its name."""
     named = next((str(part) for part in reversed(path) if isinstance(part, str)), "")
     return is_secret_name(named) and _FREE.match(".".join(map(str, path))) is not None
@@ -106,17 +104,17 @@ def _is_named(path: Sequence[Any]) -> bool:
 
 def reveal_secrets(config: Config) -> Config:
     """Replace marked secrets by plain strings."""
-    return _map_values(config, lambda _, v: str.__str__(v) if isinstance(v, SecretStr) else v)
+    return _map_values(config, lambda _, v: str(v) if isinstance(v, SecretStr) else v)
 
 
 def copy_secret_references(config: Config, given: Config) -> Config:
     """Mark secrets as in `given`, where both have the same values, so that references such as
     `${oc.env:NAME}` are kept."""
-    before: dict[tuple[Any, ...], Any] = {}
-    _map_values(given, lambda path, value: before.setdefault(tuple(path), value))
+    before: dict[_Path, Any] = {}
+    _map_values(given, before.setdefault)
 
-    def change(path: Sequence[Any], value: Any) -> Any:
-        earlier = before.get(tuple(path))
+    def change(path: _Path, value: Any) -> Any:
+        earlier = before.get(path)
         return earlier if isinstance(earlier, SecretStr) and earlier == value else value
 
     return _map_values(config, change)
@@ -132,7 +130,7 @@ def check_redacted_secrets(config: Config, resumed: str) -> None:
         ConfigError: names the setting and how to give it.
     """
 
-    def check(path: Sequence[Any], value: Any) -> Any:
+    def check(path: _Path, value: Any) -> Any:
         if isinstance(value, str) and (value == HIDDEN or has_redacted_password(value)):
             key = ".".join(map(str, path))
             variable = str(path[-1]).upper()
@@ -152,7 +150,7 @@ def has_redacted_password(text: str) -> bool:
 
 def redact_command_line(arguments: Sequence[str]) -> list[str]:
     """Redact the secrets of `key=value` arguments."""
-    return [_redact_argument(argument) for argument in arguments]
+    return list(map(_redact_argument, arguments))
 
 
 def _redact_argument(argument: str) -> str:
@@ -166,30 +164,26 @@ def _redact_argument(argument: str) -> str:
     return ENTRY.sub(lambda m: f"{m[1]}{HIDDEN}" if is_secret_name(m[2]) else m[0], argument)
 
 
-def _map_values(config: Config, change: Callable[[Sequence[Any], Any], Any]) -> Config:
+def _map_values(config: Config, change: Callable[[_Path, Any], Any]) -> Config:
     """Apply a function to every value of the settings, given its path and itself."""
-    return _map_nested_values((), config, change)  # type: ignore[no-any-return]
+    return _map_nested_values(config, change)  # type: ignore[no-any-return]
 
 
-def _map_nested_values(
-    path: tuple[Any, ...], value: Any, change: Callable[[Sequence[Any], Any], Any]
-) -> Any:
+def _map_nested_values(value: Any, change: Callable[[_Path, Any], Any], path: _Path = ()) -> Any:
+    def inner(name: Any, entry: Any) -> Any:
+        return _map_nested_values(entry, change, (*path, name))
+
     if is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in fields(value)]
-        inner = {n: _map_nested_values((*path, n), getattr(value, n), change) for n in names}
-        return replace(value, **inner)
+        return replace(value, **{name: inner(name, getattr(value, name)) for name in names})
     if isinstance(value, Mapping):
-        return {
-            key: _map_nested_values((*path, key), entry, change) for key, entry in value.items()
-        }
+        return {key: inner(key, entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [
-            _map_nested_values((*path, place), entry, change) for place, entry in enumerate(value)
-        ]
+        return [inner(place, entry) for place, entry in enumerate(value)]
     return change(path, value)
 
 
-def _read_nested(settings: Any, path: Sequence[Any]) -> Any:
+def _read_nested(settings: Any, path: _Path) -> Any:
     for part in path:
         try:
             settings = settings[part]

@@ -55,7 +55,7 @@ _WITH_CORRECTION = AppliesIf(
     *("placement.staleness", "placement.in_flight", "algorithm.replay_share", "rollout.partial"),
     *("rollout.weight_sync=int8", "rollout.weight_sync=int4_delta"),
 )
-_WITH_TURNS = AppliesIf("rollout.episode", "rollout.serve", "environment.name")
+WITH_TURNS = AppliesIf("rollout.episode", "rollout.serve", "environment.name")
 _WITH_KL = AppliesIf("algorithm.kl_coefficient")
 _WITH_REPLAY = AppliesIf("algorithm.replay_share")
 SHAPED = AppliesIf(*programs("grpo", "ppo", "online_dpo"))
@@ -175,7 +175,7 @@ class AlgorithmConfig:
     function of yours, `path/to/file.py:name`."""
     advantage_scale: Annotated[str, OneOf("std", "batch", "none"), GRPO, SCALED] = "std"
     """`std`, `batch` or `none`, of the estimators that know it."""
-    turn_credit: Annotated[str, OneOf("episode", "turn"), _WITH_TURNS, PER_TURN] = "episode"
+    turn_credit: Annotated[str, OneOf("episode", "turn"), WITH_TURNS, PER_TURN] = "episode"
     """Of samples of several turns: `episode`, each token has the credit of the whole; `turn`, that
     of its turn: the rewards from then on, compared with those of the same turn of the group."""
     step_credit: Annotated[

@@ -58,11 +58,10 @@ def algorithm_of(settings: Mapping[str, Any]) -> str | None:
     return max(fitting)[1] if fitting else found.get("trainer.name")
 
 
-def list_preset_settings(group: str) -> Iterator[str]:
-    """Yield the dotted names of all settings that presets of a group set."""
-    for name in list_presets(group):
-        for key, _ in flatten_settings(load_preset(group, name)):
-            yield key
+def list_preset_settings(group: str) -> list[str]:
+    """List the dotted names of all settings that presets of a group set."""
+    presets = (load_preset(group, name) for name in list_presets(group))
+    return [key for preset in presets for key, _ in flatten_settings(preset)]
 
 
 def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hybridrl.config.changed import read_setting
 from hybridrl.config.constraints import PositiveInt, Seconds
 from hybridrl.config.schema import Config, OptimizerConfig, ParallelConfig
 from hybridrl.config.setting_types import describe_expected, find_invalid_values, read_type_hints
@@ -75,16 +76,15 @@ def parse_role_model(config: Config, role: str) -> RoleModelConfig:
         raise ConfigError(
             f"{name}.precision={precision}: must be a file of `hybridrl plan precision`."
         )
+    changes: Mapping[str, Any] = {}
+    if parallel is not None:
+        parallel = parse_group(f"{name}.parallel", ParallelConfig(), parallel)
+    if optimizer is not None:
+        checked = parse_group(f"{name}.optimizer", config.actor.optimizer, optimizer)
+        changes = {key: getattr(checked, key) for key in optimizer}
     known = ("path", "parallel", "optimizer", "precision")
-    return RoleModelConfig(
-        path,
-        None if parallel is None else parse_group(f"{name}.parallel", ParallelConfig(), parallel),
-        {}
-        if optimizer is None
-        else _parse_optimizer_changes(f"{name}.optimizer", config, optimizer),
-        {key: value for key, value in read.items() if key not in known},
-        precision,
-    )
+    further = {key: value for key, value in read.items() if key not in known}
+    return RoleModelConfig(path, parallel, changes, further, precision)
 
 
 def list_parallel_settings(config: Config) -> dict[str, ParallelConfig]:
@@ -96,18 +96,12 @@ def list_parallel_settings(config: Config) -> dict[str, ParallelConfig]:
 def list_model_paths(config: Config) -> dict[str, str | None]:
     """Return the paths of all models that the settings may name, by setting."""
     paths = {"model.path": config.model.path, "model.tokenizer": config.model.tokenizer}
-    for role, settings in config.models.items():
-        if isinstance(settings, Mapping):
-            paths[f"models.{role}.path"] = settings.get("path")
+    for role in config.models:
+        paths[f"models.{role}.path"] = read_setting(config, f"models.{role}.path")
     for kind, scores in (("reward", config.reward), ("cost", config.cost)):
         if scores is not None:
             paths |= {f"{kind}.model": scores.model, f"{kind}.judge.path": scores.judge.path}
     return paths
-
-
-def _parse_optimizer_changes(name: str, config: Config, read: Any) -> Mapping[str, Any]:
-    checked = parse_group(name, config.actor.optimizer, read)
-    return {key: getattr(checked, key) for key in read}
 
 
 def parse_group(name: str, defaults: _Settings, read: Any) -> _Settings:

@@ -1,4 +1,4 @@
-"""The schema of generation."""
+"""The schema of generation, and of environments: programs that play episodes and score them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,15 @@ from hybridrl.config.constraints import (
     Probability,
     ProperFraction,
     Seconds,
-    programs,
 )
 from hybridrl.config.model_schema import ON_GPUS, WITH_LORA
+from hybridrl.config.objective_schema import PER_TURN, WITH_TURNS
 
 _WITH_VLLM = AppliesIf("rollout.engine=vllm")
 _WITH_PIPELINE_ENGINE = AppliesIf("rollout.engine=pipeline")
 SERVED = AppliesIf("rollout.serve", "environment.name")
 _WITH_EPISODE = AppliesIf("rollout.episode")
-_WITH_TURNS = AppliesIf("rollout.episode", "rollout.serve", "environment.name")
 _WITH_PARTIAL = AppliesIf("rollout.partial")
-_BY_REWARDS = AppliesIf(*programs("grpo", "ppo", "safe_rlhf"))
 WITH_SEPARATE_GENERATOR = AppliesIf(
     *(f"placement.strategy={name}" for name in ("separation", "explicit", "file", "auto"))
 )
@@ -35,6 +33,8 @@ LOSSY_WEIGHT_SYNCS = ("int8", "int4_delta")
 """Ways of `rollout.weight_sync` by which the generator's weights are not quite the trainer's."""
 _WITH_LOSSY_SYNC = AppliesIf(*(f"rollout.weight_sync={name}" for name in LOSSY_WEIGHT_SYNCS))
 ON_CPUS = AppliesIf("devices=auto", "devices=cpu")
+_WITH_ENVIRONMENT = AppliesIf("environment.name")
+_WITH_ENDPOINT = AppliesIf("environment.name", "rollout.serve")
 
 
 @dataclass
@@ -92,7 +92,7 @@ class RolloutConfig:
     together, `stop` texts end a turn, and `reward.function=[]` leaves rewards to the episode."""
     max_turns: Annotated[PositiveInt, _WITH_EPISODE] = 8
     """Most turns of the model in an episode."""
-    max_turn_tokens: Annotated[PositiveInt | None, _WITH_TURNS] = None
+    max_turn_tokens: Annotated[PositiveInt | None, WITH_TURNS] = None
     """Longest of these turns; null: as long as `max_tokens` allows. A turn that is cut short ends
     its episode, but for one that an environment plays."""
     tool_timeout_s: Annotated[Seconds, _WITH_EPISODE] = 30.0
@@ -133,7 +133,7 @@ class RolloutConfig:
     """Of a mixture of experts: the trainer lets each token be taken by the experts that took it in
     generation (Ma et al. 2025, arXiv:2510.11370), with the weights that its own router gives them.
     Rounding alone would choose others now and then. A byte for each of them and each token."""
-    partial: Annotated[ProperFraction | None, _WITH_PARTIAL, _BY_REWARDS] = None
+    partial: Annotated[ProperFraction | None, _WITH_PARTIAL, PER_TURN] = None
     """Share of the prompts being answered whose samples must all be complete before a step goes
     on; the other prompts are kept, and their samples continue in the next step with its weights.
     Their tokens then come from several policies, and the ratios of the loss weigh them. null: a
@@ -160,3 +160,45 @@ class RolloutConfig:
     weight_sync_refresh: Annotated[NonNegativeInt, _WITH_LOSSY_SYNC] = 0
     """Each so many syncs all weights travel exactly; 0: never, or with `int4_delta` the
     first time only. They are counted from each checkpoint on."""
+
+
+@dataclass
+class EnvironmentConfig:
+    """The environment that plays each row of the data, in processes of its own."""
+
+    name: Annotated[NameOrPath | None, _WITH_ENVIRONMENT] = None
+    """A built-in adapter (`verifiers`, `gymnasium`, `openenv`, `mcp`, `command`), or a function of
+    yours, `path/to/file.py:name`; null: none. See docs/environments.md."""
+    options: Annotated[dict[str, Any], _WITH_ENVIRONMENT] = field(default_factory=dict)
+    """Keyword arguments of the adapter or function."""
+    python: Annotated[NameOrPath | None, _WITH_ENVIRONMENT] = None
+    """The Python that runs it: that of a virtual environment with the packages that it needs; null:
+    the one that runs the job."""
+    env: Annotated[list[str], _WITH_ENVIRONMENT] = field(default_factory=list)
+    """Environment variables with secrets that it gets, by name or pattern (`OPENAI_API_KEY`,
+    `AWS_*`). It starts without all others: RAY_*, *_KEY, *_TOKEN, *_SECRET, *PASSWORD* and such."""
+    hidden_columns: Annotated[list[str], AppliesIf("environment.name=command")] = field(
+        default_factory=lambda: ["answer", "tests"]
+    )
+    """Columns of the data that programs do not get, for they may run what the model wrote."""
+    processes: Annotated[PositiveInt, _WITH_ENVIRONMENT] = 1
+    """Processes per replica that generates."""
+    episodes: Annotated[PositiveInt, _WITH_ENVIRONMENT] = 64
+    """Episodes that a process plays at a time."""
+    tasks: Annotated[PositiveInt, _WITH_ENVIRONMENT] = 1024
+    """With `data=environment`: most of the environment's own tasks."""
+    timeout_s: Annotated[Seconds, _WITH_ENDPOINT] = 300.0
+    """Longest time for one episode."""
+    memory_gib: Annotated[PositiveFloat, _WITH_ENVIRONMENT] = 4.0
+    """Most memory of one process, with what it starts."""
+    on_error: Annotated[str, OneOf("fail", "drop", "value"), _WITH_ENDPOINT] = "drop"
+    """An episode that raises, hangs, or takes its process with it: `drop` leaves it out of the
+    update, `value` scores it `error_value`, `fail` ends the job."""
+    error_value: Annotated[float, AppliesIf("environment.on_error=value")] = 0.0
+    """The score of such an episode."""
+
+
+def is_served(rollout: RolloutConfig, environment: EnvironmentConfig) -> bool:
+    """Return whether samples are produced by programs that call the model over an endpoint. Then a
+    sample may have several branches with different prompts."""
+    return environment.name is not None or rollout.serve

@@ -1,8 +1,8 @@
 """The schema of a job: every setting with its type, default and unit.
 
-What is learned stands in `objective_schema`, the data in `data_schema`, the models in
-`model_schema`, evaluations in `eval_schema`, environments in `environment_schema`, all else here,
-where the whole is put together and imported from. Beside a type
+What is learned stands in `objective_schema` and `preference_schema`, the data in `data_schema`, the
+models in `model_schema`, generation and environments in `rollout_schema`, evaluations in
+`eval_schema`, all else here, where the whole is put together and imported from. Beside a type
 stands what its values may be (`constraints`).
 
 A *prompt* is a question, a *sample* is it with one response, a *token* is a token. What can be
@@ -30,9 +30,7 @@ from hybridrl.config.constraints import (
     programs,
 )
 from hybridrl.config.data_schema import DataConfig
-from hybridrl.config.environment_schema import EnvironmentConfig, is_served
 from hybridrl.config.eval_schema import EvalConfig, EvalSetConfig, EvalStopConfig
-from hybridrl.config.meta_schema import MetaConfig
 from hybridrl.config.model_schema import (
     CHECKPOINTING_MODES,
     FULL_FORMAT,
@@ -55,12 +53,14 @@ from hybridrl.config.objective_schema import (
     JudgeConfig,
     RewardConfig,
 )
-from hybridrl.config.preference_schema import PreferenceConfig
+from hybridrl.config.preference_schema import MetaConfig, PreferenceConfig
 from hybridrl.config.rollout_schema import (
     LOSSY_WEIGHT_SYNCS,
     WITH_SEPARATE_GENERATOR,
+    EnvironmentConfig,
     RolloutConfig,
     RolloutParallelConfig,
+    is_served,
 )
 
 _WITH_ROLE_PLACEMENT = AppliesIf("placement.strategy=explicit", "placement.strategy=interleaving")

@@ -6,7 +6,7 @@ import math
 import numbers
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import MISSING, fields, is_dataclass, replace
+from dataclasses import is_dataclass, replace
 from functools import cache, partial
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -198,7 +198,4 @@ def _reset_to_default(settings: Any, path: list[str]) -> Any:
 
 def find_default(group: type, name: str) -> Any:
     """Return the default of a setting."""
-    field = next(field for field in fields(group) if field.name == name)
-    if field.default is not MISSING:
-        return field.default
-    return field.default_factory() if field.default_factory is not MISSING else None
+    return getattr(group(), name)

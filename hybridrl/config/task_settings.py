@@ -22,12 +22,6 @@ class TaskName(str):
     instead: Mapping[str, Any] = {}
     is_default = False
 
-    @classmethod
-    def of(cls, name: str, instead: Mapping[str, Any], is_default: bool) -> TaskName:
-        found = cls(name)
-        found.instead, found.is_default = instead, is_default
-        return found
-
 
 def without_task(config: Config) -> Config:
     """Return the settings without the built-in task and without what its preset decides."""
@@ -37,7 +31,8 @@ def without_task(config: Config) -> Config:
 
 def with_task_noted(config: Config, instead: Mapping[str, Any], is_default: bool) -> Config:
     """Return the settings with a task that knows what its preset decides; see `TaskName`."""
-    task = TaskName.of(str(config.data.task), instead, is_default)
+    task = TaskName(config.data.task)
+    task.instead, task.is_default = instead, is_default
     return apply_changes(config, [("data.task", task)])
 
 

@@ -33,7 +33,7 @@ class ShownSample(NamedTuple):
 def format_sample_table(completions: Sequence[ShownSample], cells: int) -> list[str]:
     """Return a heading and a line for each sample, each at most `cells` terminal cells wide; only
     the best and the worst samples if there are many."""
-    best_first = sorted(completions, key=lambda one: -_replace_nan(one.reward))
+    best_first = sorted(completions, key=lambda one: (math.isnan(one.reward), -one.reward))
     if len(best_first) > _MAX_SAMPLES:
         best_first = best_first[: _MAX_SAMPLES // 2] + best_first[-(_MAX_SAMPLES // 2) :]
     room = max(0, cells - 30) // (_COLUMN_CELLS + 1)
@@ -83,7 +83,3 @@ def _format_number(value: float | None) -> str:
 def _format_partial_reward(value: float | None) -> str:
     """Format the reward of one function; "-" for a sample that the function gave none."""
     return "-" if value is None or math.isnan(value) else _format_number(value)
-
-
-def _replace_nan(value: float) -> float:
-    return -math.inf if math.isnan(value) else value

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hybridrl.batch.batch import Batch
-from hybridrl.config.meta_schema import MetaConfig
+from hybridrl.config.preference_schema import MetaConfig
 from hybridrl.config.schema import Config, DataConfig, is_served
 from hybridrl.data.datasets import check_eval_data_separate, load_rows
 from hybridrl.data.environment_tasks import ENVIRONMENT_TASK, load_environment_tasks

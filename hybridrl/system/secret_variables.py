@@ -7,12 +7,12 @@ import re
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 
-_NAMED = re.compile(
-    r"RAY_.*|.*(^|_)(KEY|TOKEN|SECRET|PAT)|.*(PASSWORD|PASSWD|SECRET|CREDENTIAL|ACCESS_KEY).*",
-    re.IGNORECASE,
+from hybridrl.system.redaction import is_secret_name, url_secrets
+
+_MORE_NAMES = re.compile(
+    r"RAY_.*|(.*_)?(PAT|TOKEN)|.*(PASSWORD|PASSWD|SECRET|CREDENTIAL|ACCESS_KEY).*", re.IGNORECASE
 )
-_URL = re.compile(r"://[^/\s@]*:[^/\s@]+@")
-"""An address with a password in it."""
+"""Of variables alone: those of Ray, and names that have that of a secret anywhere."""
 
 
 def without_secrets(variables: Mapping[str, str], passed: Collection[str]) -> dict[str, str]:
@@ -36,6 +36,6 @@ def passing_hint(failure: str, setting: str, passed: Collection[str]) -> str:
 
 
 def _is_kept(name: str, value: str, passed: Collection[str]) -> bool:
-    is_url = _URL.search(value) is not None and not name.lower().endswith("_proxy")
-    is_secret = _NAMED.fullmatch(name) is not None or is_url
-    return is_secret and not any(fnmatchcase(name, pattern) for pattern in passed)
+    is_secret = is_secret_name(name) or _MORE_NAMES.fullmatch(name) is not None
+    has_secret = bool(url_secrets(value)) and not name.lower().endswith("_proxy")
+    return (is_secret or has_secret) and not any(fnmatchcase(name, known) for known in passed)

@@ -19,7 +19,7 @@ from hybridrl.algorithms.meta_learning import (
 )
 from hybridrl.batch.batch import Batch
 from hybridrl.checkpoint.tensors.tensor_writer import write_small_file
-from hybridrl.config.meta_schema import MetaConfig
+from hybridrl.config.preference_schema import MetaConfig
 from hybridrl.config.schema import ActorConfig
 from hybridrl.controller import ONE_TO_ALL, TASKS, THREE_D, UPDATE_TASKS, WorkerContext, transfer
 from hybridrl.data.task_blocks import TASK, TASK_BLOCK_COLUMNS

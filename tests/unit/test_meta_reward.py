@@ -9,7 +9,7 @@ from tiers import few_of
 from transformers import AutoModelForSequenceClassification
 
 from hybridrl.batch.batch import Batch
-from hybridrl.config.meta_schema import MetaConfig
+from hybridrl.config.preference_schema import MetaConfig
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
 from hybridrl.controller import WorkerContext
 from hybridrl.controller.row_selections import PartitionSelection

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from hybridrl.checks.machine.shared_paths import folders_of_workers, list_worker_paths
 from hybridrl.controller.failures import (
     HostDeath,
     HostIdentity,
@@ -17,6 +16,7 @@ from hybridrl.controller.group_call import GroupCall, WorkerFailure
 from hybridrl.controller.hang_report import HangReport
 from hybridrl.errors import ConfigError
 from hybridrl.job.config_resolution import load_config
+from hybridrl.job.device_pool import folders_of_workers, list_worker_paths
 from hybridrl.ray_backend import node_probe
 from hybridrl.ray_backend.cluster_nodes import (
     RayNode,

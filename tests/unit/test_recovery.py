@@ -14,7 +14,7 @@ from settings import configured
 from hybridrl.config.changed import apply_changes
 from hybridrl.errors import LostError
 from hybridrl.job import job as job_module
-from hybridrl.job.role_placement import PlacedRoles
+from hybridrl.job.config_resolution import PlacedRoles
 from hybridrl.run.recovery import RunRecovery
 
 AT_STEP = {"steps": 7, "seconds_train": 70.0}

@@ -15,9 +15,9 @@ from hybridrl.algorithms.policy_objective import (
 )
 from hybridrl.batch.batch import Batch, RaggedColumn
 from hybridrl.checks.check_list import check
-from hybridrl.checks.machine.shared_paths import list_worker_paths
 from hybridrl.config.schema import AlgorithmConfig
 from hybridrl.errors import ConfigError
+from hybridrl.job.device_pool import list_worker_paths
 from hybridrl.run.step_metrics import compute_step_metrics
 from hybridrl.trainers import PROGRAM_NAMES, grpo, load_trainer
 from hybridrl.trainers.objectives import build_policy_objective

@@ -29,7 +29,7 @@ from hybridrl.rewards.loading import (
 )
 from hybridrl.rewards.options import REWARD, FunctionSettings, resolve_options
 from hybridrl.rewards.reward_pool import RewardPool
-from hybridrl.rewards.source_pools import resolve_source_settings
+from hybridrl.rewards.source_pools import SourceSettings, resolve_source_settings
 from hybridrl.trainers import load_roles, load_trainer
 
 if TYPE_CHECKING:
@@ -47,6 +47,18 @@ _TRIAL_TIMEOUT_S = 10.0
 """Of a trial: a function that takes longer is not waited for."""
 _IMPORT_TIMEOUT_S = 20.0
 """Of the user's file; `reward.timeout_s` if that is longer."""
+
+
+def resolve_scored_sources(config: Config, kind: str) -> SourceSettings:
+    """Return the settings of a job's rewards or costs by source; under None those of all other
+    rows.
+
+    Args:
+        kind: `reward`, or `cost`, of which sources have none of their own.
+    """
+    own = find_source_rewards(config.data) if kind == "reward" else {}
+    names = list_source_names(config.data)
+    return resolve_source_settings(getattr(config, kind), own, names, Setting(kind))
 
 
 def check_reward_data(config: Config, prompts: Batch, held_out: Batch | None = None) -> list[str]:
@@ -77,13 +89,11 @@ def check_reward_data(config: Config, prompts: Batch, held_out: Batch | None = N
     plays = config.rollout.episode or is_served(config.rollout, config.environment)
     remarks: list[str] = []
     for kind in ("cost", "reward"):
-        settings: RewardConfig | None = getattr(config, kind)
-        if kind in kinds and settings is not None:
-            own = find_source_rewards(config.data) if kind == "reward" else {}
-            names = list_source_names(config.data)
-            group = Setting(kind)
-            for name, one in resolve_source_settings(settings, own, names, group).items():
-                named = FunctionSettings.of(group, name)
+        if kind in kinds and getattr(config, kind) is not None:
+            by_source = resolve_scored_sources(config, kind)
+            own = by_source.keys() - {None}
+            for name, one in by_source.items():
+                named = FunctionSettings.of(Setting(kind), name)
                 _check_reference_answers_exist(_find_source_settings(config, name, own), one, named)
                 mine, kept = (_select_source_rows(rows, name, own) for rows in (prompts, held_out))
                 assert mine is not None
@@ -124,7 +134,9 @@ def check_eval_set_rewards(config: Config, sets: Mapping[str, Batch | None]) -> 
     return remarks
 
 
-def _select_source_rows(rows: Batch | None, name: str | None, own: Collection[str]) -> Batch | None:
+def _select_source_rows(
+    rows: Batch | None, name: str | None, own: Collection[str | None]
+) -> Batch | None:
     """Select the rows of a source that has its own reward functions, or all other rows."""
     if rows is None or not own or SOURCE_COLUMN not in rows.columns:
         return rows
@@ -133,7 +145,7 @@ def _select_source_rows(rows: Batch | None, name: str | None, own: Collection[st
 
 
 def _find_source_settings(
-    config: Config, name: str | None, own: Collection[str]
+    config: Config, name: str | None, own: Collection[str | None]
 ) -> list[DataConfig]:
     """Return the data settings that a source's reward functions, or `reward.function`, apply to."""
     found = parse_sources(config.data)

@@ -17,13 +17,13 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybridrl.checks.data.reward_data_checks import resolve_scored_sources
 from hybridrl.config.schema import Config, DataConfig, RewardConfig
-from hybridrl.data.mixture import find_source_rewards, list_source_names, parse_sources
+from hybridrl.data.mixture import parse_sources
 from hybridrl.errors import RowError
 from hybridrl.evaluation.eval_sets import resolve_eval_sets
 from hybridrl.rewards.code import read_tests
 from hybridrl.rewards.loading import parse_function_list
-from hybridrl.rewards.source_pools import resolve_source_settings
 from hybridrl.sandbox.confined.judge import MODULES
 from hybridrl.sandbox.python_runner import UNCHECKED, judge_program
 from hybridrl.trainers import load_roles
@@ -75,9 +75,8 @@ def check_tests(
 
 def _scoring(config: Config, data: DataConfig) -> RewardConfig | None:
     """Return the reward settings of the rows that come from there, if tests are run for them."""
-    own, sources = find_source_rewards(config.data), parse_sources(config.data)
-    by_source = resolve_source_settings(config.reward, own, list_source_names(config.data))
-    named = [s.name if s.name in own else None for s in sources if s.data == data]
+    by_source, sources = resolve_scored_sources(config, "reward"), parse_sources(config.data)
+    named = [s.name if s.name in by_source else None for s in sources if s.data == data]
     found = [by_source[name] for name in (named if sources else [None])]
     found += [one.reward for one in resolve_eval_sets(config).values() if one.data == data]
     return next((one for one in found if TESTED in parse_function_list(one.function)), None)

