@@ -33,9 +33,8 @@ def build_policy_objective(config: Config) -> PolicyObjective:
         settings["correction_level"] = "token"
     if algorithm.kl_in_reward:
         settings["kl_coefficient"] = 0.0
-    return PolicyObjective(
-        options=options | algorithm.loss_options, off_policy=is_off_policy(config), **settings
-    )
+    settings["off_policy"] = bool(find_off_policy_setting(config))
+    return PolicyObjective(options=options | algorithm.loss_options, **settings)
 
 
 def resolve_correction(config: Config) -> str:
@@ -114,11 +113,6 @@ def find_off_policy_setting(config: Config) -> str:
         "rollout.weight_sync": rollout.weight_sync if has_lossy_weight_sync(config) else "",
     }
     return next((f"{name}={value}" for name, value in found.items() if value), "")
-
-
-def is_off_policy(config: Config) -> bool:
-    """Return whether samples may come from another policy than the one that is updated."""
-    return bool(find_off_policy_setting(config))
 
 
 def has_lossy_weight_sync(config: Config) -> bool:
