@@ -4,6 +4,7 @@ pairs."""
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 
@@ -66,6 +67,12 @@ def sum_token_column(batch: Batch, column: str) -> Batch:
     return Batch.from_columns(
         {"total": torch.where(mask, values, 0.0).sum(1), "tokens": mask.sum(1)}
     )
+
+
+def collect_token_sums(batch: BatchRef, column: str) -> Batch:
+    """Bring what `sum_token_column` returns to the driver."""
+    summed = batch.apply(partial(sum_token_column, column=column), [column, "response_mask"])
+    return summed.collect()
 
 
 def compute_pair_metrics(scores: torch.Tensor) -> dict[str, float]:

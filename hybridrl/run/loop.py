@@ -331,7 +331,7 @@ class RunLoop(RunEnd):
         if found.folder is not None:
             self.view.phase(f"loading the checkpoint of step {found.step}")
         done = self.saved = self.checkpoints.load(found)
-        if number := self.job.feed.returned:
+        if number := len(self.job.feed.returned):
             self.view.message(
                 f"Prompts that rollout.partial had kept with unfinished samples: {number}. They "
                 "are sampled anew, first in the next steps."

@@ -105,6 +105,8 @@ class DataFeed:
 
     Attributes:
         deck: Says which rows of `data` come next.
+        returned: Rows of prompts of a checkpoint whose samples were unfinished, which are dealt
+            again before those of the row schedule.
         numbered: The number of groups handed out so far: prompts, examples or pairs.
     """
 
@@ -136,7 +138,7 @@ class DataFeed:
         )  # groups, and their rows
         self._left_out: set[int] = set()
         self._held: set[int] = set()
-        self._returned: list[int] = []  # rows to be dealt before those of the row schedule
+        self.returned: list[int] = []
 
     def next_batch(self) -> BatchRef:
         """Return the prompts of the next step, numbered in the column `group_id`; or examples; or
@@ -145,7 +147,7 @@ class DataFeed:
             (groups, rows, batch), self._ahead = self._ahead or self._prepare(), None
         self.numbered += len(groups)
         self._deals.append((groups, rows))
-        del self._returned[: len(rows)]
+        del self.returned[: len(rows)]
         if self._learns or self.config.rollout.partial is not None:
             self._row_of.update(zip(groups.tolist(), rows.tolist(), strict=True))
         return batch
@@ -230,17 +232,11 @@ class DataFeed:
         rows = [row[np.isin(group, groups)] for group, row in self._deals]
         found = {int(row) for row in np.concatenate([*rows, np.empty(0, np.int64)])}
         self._left_out |= found
-        self._returned = [row for row in self._returned if row not in found]
+        self.returned = [row for row in self.returned if row not in found]
         if self._ahead is not None:  # it may have some of them
             self.deck.load_state(self._position)
             self._ahead = None
         return len(found)
-
-    @property
-    def returned(self) -> int:
-        """The number of prompts of a checkpoint whose samples were unfinished and that are still to
-        be dealt again."""
-        return len(self._returned)
 
     def state(self) -> dict[str, Any]:
         """Return the position in the data, as plain data."""
@@ -250,8 +246,8 @@ class DataFeed:
             found["examples"] = self._examples.state()
         if self._held:
             found["held"] = {str(group): self._row_of[group] for group in sorted(self._held)}
-        if self._returned:
-            found["returned"] = list(self._returned)
+        if self.returned:
+            found["returned"] = list(self.returned)
         if self._left_out:
             found["left_out"] = sorted(self._left_out)
         return found
@@ -276,13 +272,13 @@ class DataFeed:
         if self.config.rollout.partial is None:
             returned += self._row_of.values()
             self._row_of, self._held = {}, set()
-        self._returned = [row for row in returned if row not in self._left_out]
+        self.returned = [row for row in returned if row not in self._left_out]
 
     def _next_rows(self) -> Rows:
         """Return the next rows that are not excluded, at least one, beginning with those that were
         returned."""
         number = self.config.data.prompts_per_step
-        first = np.array(self._returned[:number], np.int64)
+        first = np.array(self.returned[:number], np.int64)
         if len(first) == number:
             return first
         for _ in range(_MAX_DRAWS):
