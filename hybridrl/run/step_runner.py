@@ -20,7 +20,12 @@ from hybridrl.errors import ConfigError
 from hybridrl.run.step_metrics import compute_step_metrics
 from hybridrl.run.watchers.watcher import FinishedStep
 from hybridrl.run_files.metric_writers import RunSummary
-from hybridrl.run_files.recorded_steps import DATA, DRIVER_RECORDING, RecordedStep, StepRecordWriter
+from hybridrl.run_files.recorded_steps import (
+    DATA,
+    DRIVER_RECORDING,
+    RecordedStep,
+    append_recorded_step,
+)
 from hybridrl.trainers.trainer import StepResult
 from hybridrl.trainers.update_columns import SHAPED
 
@@ -147,7 +152,7 @@ class StepRunner:
         epoch = time.time() - time.perf_counter()
         times = epoch + self._began, epoch + self.ended
         recorded = RecordedStep(step, *times, records, self._ahead, *self.job.beside.take())
-        StepRecordWriter(self.job.directory.path).write(recorded)
+        append_recorded_step(self.job.directory.path, recorded)
 
 
 def list_measured_choices(records: Sequence[CallRecord]) -> list[str]:

@@ -39,8 +39,7 @@ from typing import TYPE_CHECKING, Any
 from hybridrl.errors import ConfigError, StorageError
 from hybridrl.run_files.evaluation_log import EvaluationLog
 from hybridrl.run_files.metric_reader import find_end_of_step
-from hybridrl.run_files.recorded_steps import StepRecordWriter
-from hybridrl.run_files.run_paths import LATEST_LINK, LOCK_FILE
+from hybridrl.run_files.run_paths import LATEST_LINK, LOCK_FILE, STEPS
 from hybridrl.system.storage import (
     DISK_FULL_ERRNOS,
     explain_write_errors,
@@ -216,15 +215,15 @@ class RunDirectory:
             StorageError: if that fails.
         """
         with explain_write_errors(self.path):
-            if self.metrics_file.is_file():
-                os.truncate(self.metrics_file, find_end_of_step(self.metrics_file, step))
+            for file in (self.metrics_file, self.path / STEPS):
+                if file.is_file():
+                    os.truncate(file, find_end_of_step(file, step))
             folders = (self.samples, self.tokens)
             for path in (path for folder in folders for path in folder.glob("*step-*")):
                 number = re.match(r"(?:eval-[\w-]+-)?step-(\d+)", path.name)
                 if number and int(number[1]) > step:
                     path.unlink()
         EvaluationLog(self.path).forget_after(step)
-        StepRecordWriter(self.path).forget_after(step)
 
     def _refuse_results(self) -> None:
         """Refuse a folder with results of another run, which would be mixed with this one's."""
