@@ -97,7 +97,9 @@ class RunLoop(RunEnd):
         )
         places = {role: place.devices for role, place in job.placement.roles.items()}
         tripwires = TripwireWatcher(self.config, self._prompts)
-        search = self._search = self._make_rate_search()
+        search = self._search = None
+        if self.config.actor.optimizer.schedule == AUTO_SCHEDULE and self.trainer.TRAINS:
+            search = self._search = RateSearchWatcher(job, self.trainer, self._guard)
         self.watchers: list[Watcher] = [
             *([search] if search else []),
             UnscoredSamplesWatcher(self.trainer.TRAINS),
@@ -109,16 +111,12 @@ class RunLoop(RunEnd):
             EarlyStopWatcher(self.config.eval.stop, self.summary),
             *([CoreIsolation(job.executor)] if self.config.resources == "auto" else []),
         ]
-        watches: dict[str, NanGuard | TripwireWatcher | RateSearchWatcher] = {
+        watches: dict[str, Watcher] = {
             "guard": self._guard,
             "tripwires": tripwires,
             **({"rate_search": search} if search else {}),
         }
         self.checkpoints = CheckpointSaver(job, self.trainer, self.summary, watches)
-
-    def _make_rate_search(self) -> RateSearchWatcher | None:
-        is_wanted = self.config.actor.optimizer.schedule == AUTO_SCHEDULE and self.trainer.TRAINS
-        return RateSearchWatcher(self.job, self.trainer, self._guard) if is_wanted else None
 
     def run(self) -> dict[str, Any]:
         """Train; go on from the newest checkpoint when workers are lost. Ctrl-C saves what there is
