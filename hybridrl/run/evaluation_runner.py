@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybridrl.checkpoint.store import COMPLETE_FILE, parse_step_folder
 from hybridrl.composition.load import config_to_dict
 from hybridrl.config.schema import is_served
 from hybridrl.console.evaluation_table import build_evaluation_table, render_plain_table
@@ -307,8 +308,7 @@ class EvaluationRunner:
 def _parse_model_step(path: str) -> int | None:
     """Return the step of the checkpoint that a model folder lies in; None if it lies in none."""
     folder = Path(path).absolute().parent
-    found = re.fullmatch(r"step-(\d+)", folder.name)
-    return int(found[1]) if found and (folder / "complete.json").is_file() else None
+    return parse_step_folder(folder) if (folder / COMPLETE_FILE).is_file() else None
 
 
 def _how_drawn(sampling: SamplingSettings, samples: int) -> dict[str, Any]:
