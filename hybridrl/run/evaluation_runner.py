@@ -73,18 +73,17 @@ class EvaluationRunner:
     ) -> tuple[dict[str, float], dict[str, Sequence[CallRecord]]]:
         """Evaluate these sets, and write what was found to the run's folder: their figures, and the
         records of the calls for each set, by a sentence that says which they were."""
-        figures: dict[str, float] = {}
+        job, figures = self.job, dict[str, float]()
         calls: dict[str, Sequence[CallRecord]] = {}
         written: dict[str, dict[str, Any]] = {}
         self.view.phase("evaluating")
-        self.job.publish()
+        job.publish()
         for name in names:
-            where = "" if name == HELD_OUT_SET else f" of `{name}`"
             if name == HELD_OUT_SET:
-                found, entries = self._held_out(step)
+                where, (found, entries) = "", self._held_out(step)
             else:
-                found, entries = self._set(self.job.eval_sets[name], step)
-            records = self.job.beside.called(self.job.executor.take_records())
+                where, (found, entries) = f" of `{name}`", self._set(job.eval_sets[name], step)
+            records = job.beside.called(job.executor.take_records())
             calls[f"evaluation{where} at step {step}"] = records
             figures |= found
             written |= entries
