@@ -80,7 +80,8 @@ def format_correction_notice(config: Config, program: Any) -> str:
     if (
         config.algorithm.correction != "auto"
         or chosen == "none"
-        or not _uses_importance_weights(program, config)
+        or program.DATA != "prompts"
+        or not isinstance(program.objective(config), PolicyObjective)
     ):
         return ""
     if setting := find_low_bit_setting(config):
@@ -91,13 +92,6 @@ def format_correction_notice(config: Config, program: Any) -> str:
         if uses_policy_ratio(config.algorithm.policy_loss):
             reason += "; with algorithm.correction=none the clipped ratio of the loss weighs them"
     return f"{setting}: samples are weighed by algorithm.correction={chosen}, because {reason}."
-
-
-def _uses_importance_weights(program: Any, config: Config) -> bool:
-    """Return whether a driver program learns from samples with a loss that weights them by
-    importance."""
-    samples = getattr(program, "DATA", "prompts") == "prompts"
-    return samples and isinstance(program.objective(config), PolicyObjective)
 
 
 def find_off_policy_setting(config: Config) -> str:
