@@ -40,7 +40,8 @@ class BackgroundTask:
         self._last = last = Future[SaveResult]()
 
         def run() -> None:
-            _give_way()
+            with contextlib.suppress(AttributeError, OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _THREAD_NICENESS)
             try:
                 last.set_result(work(self._stopped.is_set))
             except BaseException as error:
@@ -115,8 +116,3 @@ class StagingBuffer:
             else:
                 into.copy_(slice_part(part, source), non_blocking=True)
         return record_event(self._device)
-
-
-def _give_way() -> None:
-    with contextlib.suppress(AttributeError, OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _THREAD_NICENESS)
