@@ -75,7 +75,7 @@ class PendingCheckpoint:
         if (self._groups and not asked) or not all(handle.done_within(0) for handle in asked):
             return False
         self._asked = []
-        return self._note([answer for handle in asked for answer in handle.get()])
+        return self._note(asked)
 
     def wait(self, limit: float | None) -> bool:
         """Wait at most `limit` seconds and return whether everything is on the disk. Raises as
@@ -86,7 +86,7 @@ class PendingCheckpoint:
             left = None if limit is None else max(0.0, until - time.perf_counter())
             if not handle.done_within(left):
                 return False
-        return self._note([answer for handle in asked for answer in handle.get()])
+        return self._note(asked)
 
     def figures(self) -> dict[str, float]:
         """Return metrics: seconds that training waited, seconds of the slowest writer and of the
@@ -101,7 +101,8 @@ class PendingCheckpoint:
             found["checkpoint/copy_seconds"] = slowest
         return found
 
-    def _note(self, answers: list[Any]) -> bool:
+    def _note(self, asked: list[Handle]) -> bool:
+        answers = [answer for handle in asked for answer in handle.get()]
         if any(answer is None for answer in answers):
             return False
         self._answers = answers
