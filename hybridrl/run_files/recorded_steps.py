@@ -109,7 +109,7 @@ def read_recorded_steps(folder: Path, newest_bytes: int | None = None) -> list[R
     """
     file = folder / STEPS
     try:
-        # Of a line that is longer than that, all of it.
+        # One line at least, also where it is longer.
         content = read_end(file, newest_bytes or 2 * _KEPT_BYTES) or read_end(file, MOST_LINE_BYTES)
     except FileNotFoundError:
         raise DataError(
