@@ -37,8 +37,9 @@ class SourceMetrics:
 
     def __init__(self, config: Config, rows: Batch) -> None:
         self.names = list_source_names(config.data) if SOURCE_COLUMN in rows.columns else []
+        places = {name: place for place, name in enumerate(self.names)}
         of_rows = rows.table.column(SOURCE_COLUMN).to_pylist() if self.names else []
-        self._of_rows = np.array(of_rows, dtype=object)
+        self._of_rows = np.array([places.get(name, -1) for name in of_rows], np.int64)
 
     def of_groups(
         self,
@@ -54,8 +55,8 @@ class SourceMetrics:
                 dropped).
         """
         found: dict[str, float] = {}
-        for name in self.names:
-            mine = (self._of_rows[rows] == name) & ~np.isnan(scores)
+        for place, name in enumerate(self.names):
+            mine = (self._of_rows[rows] == place) & ~np.isnan(scores)
             if number := len(np.unique(groups[mine])):
                 of_sample = torch.from_numpy(groups[mine])
                 differ = find_informative_rows(torch.from_numpy(scores[mine]), of_sample)
