@@ -97,9 +97,10 @@ class RunLoop(RunEnd):
         )
         places = {role: place.devices for role, place in job.placement.roles.items()}
         tripwires = TripwireWatcher(self.config, self._prompts)
-        search = self._search = None
+        search: RateSearchWatcher | None = None
         if self.config.actor.optimizer.schedule == AUTO_SCHEDULE and self.trainer.TRAINS:
-            search = self._search = RateSearchWatcher(job, self.trainer, self._guard)
+            search = RateSearchWatcher(job, self.trainer, self._guard)
+        self._search = search
         self.watchers: list[Watcher] = [
             *([search] if search else []),
             UnscoredSamplesWatcher(self.trainer.TRAINS),

@@ -92,9 +92,9 @@ def append_recorded_step(folder: Path, recorded: RecordedStep) -> None:
         file.write(line)
         size = file.tell()
     if size > 2 * _KEPT_BYTES:
-        with path.open("rb") as file, replace_file(path) as part:
-            start_near_end(file, _KEPT_BYTES)
-            part.write_bytes(file.read())
+        with path.open("rb") as long, replace_file(path) as part:
+            start_near_end(long, _KEPT_BYTES)
+            part.write_bytes(long.read())
 
 
 def read_recorded_steps(folder: Path, newest_bytes: int | None = None) -> list[RecordedStep]:

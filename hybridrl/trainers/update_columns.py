@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence, unpad_sequence
+from torch.nn.utils.rnn import pad_sequence
 
 from hybridrl.algorithms import (
     PackedTurns,
@@ -389,7 +389,7 @@ def _estimate_advantages(
             f"{len(lengths)} samples, or for each token, {list(shapes[-1])}."
         )
     if found.ndim == 2:
-        found = torch.cat(unpad_sequence(found, lengths, batch_first=True))
+        found = found[torch.arange(found.shape[1]) < lengths.unsqueeze(1)]
     elif shapes[0] == lengths.shape:
         found = segments.spread(found)
     return apply_mask(found.float(), segments.mask)
