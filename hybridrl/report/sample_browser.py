@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridrl.batch.batch import LIBRARY_PREFIXES
 from hybridrl.config.changed import read_setting
-from hybridrl.run_files.run_paths import SAMPLES, TOKENS
+from hybridrl.run_files.run_paths import INITIAL_MODEL, MODEL, SAMPLES, TOKENS
 from hybridrl.run_files.run_reader import RunReader, read_table
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ def tokenizer_of(run: Path, settings: dict[str, Any]) -> Tokenizer | None:
     from tokenizers import Tokenizer
 
     named = [read_setting(settings, name) for name in ("model.tokenizer", "model.path")]
-    folders = [run / "model", run / "initial_model", *(Path(str(one)) for one in named if one)]
+    folders = [run / MODEL, run / INITIAL_MODEL, *(Path(str(one)) for one in named if one)]
     for folder in folders:
         file = folder / "tokenizer.json"
         if file.is_file():
