@@ -75,7 +75,7 @@ class RunReader:
 
     def settings(self) -> dict[str, Any]:
         """Return what `config.yaml` holds, nested; empty if it cannot be read."""
-        found = self._read(load_yaml, names.SETTINGS, {})
+        found: Any = self._read(load_yaml, names.SETTINGS, {})
         return found if isinstance(found, dict) else {}
 
     def settings_text(self) -> str:
