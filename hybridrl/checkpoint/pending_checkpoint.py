@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hybridrl.system.locations import Location
 
 if TYPE_CHECKING:
+    from hybridrl.checkpoint.tensors.rank_manifest import SaveResult
     from hybridrl.controller import Handle
 
 
@@ -45,7 +46,7 @@ class PendingCheckpoint:
         self.copy_fault = ""
         self._copies = copy is not None
         self._asked: list[Handle] = []
-        self._bytes, self._seconds, self._copy_seconds = 0, 0.0, 0.0
+        self._answers: list[SaveResult] = []
         self._groups: list[Any] = []
         begun = []
         for role, group in groups.items():
@@ -74,7 +75,7 @@ class PendingCheckpoint:
         if (self._groups and not asked) or not all(handle.done_within(0) for handle in asked):
             return False
         self._asked = []
-        return self._note([answer for handle in asked for answer in handle.get()])
+        return self._note(asked)
 
     def wait(self, limit: float | None) -> bool:
         """Wait at most `limit` seconds and return whether everything is on the disk. Raises as
@@ -85,25 +86,25 @@ class PendingCheckpoint:
             left = None if limit is None else max(0.0, until - time.perf_counter())
             if not handle.done_within(left):
                 return False
-        return self._note([answer for handle in asked for answer in handle.get()])
+        return self._note(asked)
 
     def figures(self) -> dict[str, float]:
         """Return metrics: seconds that training waited, seconds of the slowest writer and of the
         slowest copy, and bytes of all ranks."""
         found = {
             "checkpoint/stall_seconds": self.stall,
-            "checkpoint/write_seconds": self._seconds,
-            "checkpoint/bytes": float(self._bytes),
+            "checkpoint/write_seconds": max((one.seconds for one in self._answers), default=0.0),
+            "checkpoint/bytes": float(sum(one.bytes for one in self._answers)),
         }
         if self._copies:
-            found["checkpoint/copy_seconds"] = self._copy_seconds
+            slowest = max((one.copy_seconds for one in self._answers), default=0.0)
+            found["checkpoint/copy_seconds"] = slowest
         return found
 
-    def _note(self, answers: list[Any]) -> bool:
+    def _note(self, asked: list[Handle]) -> bool:
+        answers = [answer for handle in asked for answer in handle.get()]
         if any(answer is None for answer in answers):
             return False
-        self._bytes = sum(answer.bytes for answer in answers)
-        self._seconds = max((answer.seconds for answer in answers), default=0.0)
-        self._copy_seconds = max((answer.copy_seconds for answer in answers), default=0.0)
+        self._answers = answers
         self.copy_fault = next((a.copy_fault for a in answers if a.copy_fault), "")
         return True

@@ -38,9 +38,7 @@ from hybridrl.system.storage import explain_write_errors
 
 if TYPE_CHECKING:
     from hybridrl.job.job import Job
-    from hybridrl.run.watchers.nan_guard import NanGuard
-    from hybridrl.run.watchers.rate_search_watcher import RateSearchWatcher
-    from hybridrl.run.watchers.tripwires import TripwireWatcher
+    from hybridrl.run.watchers.watcher import Watcher
     from hybridrl.trainers.trainer import Trainer
 
 
@@ -59,7 +57,7 @@ class CheckpointSaver:
         job: Job,
         trainer: Trainer,
         summary: dict[str, Any],
-        watches: Mapping[str, NanGuard | TripwireWatcher | RateSearchWatcher],
+        watches: Mapping[str, Watcher],
     ) -> None:
         self.job, self.trainer, self.summary, self.watches = job, trainer, summary, watches
         settings = job.config.checkpoint

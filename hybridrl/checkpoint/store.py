@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ from typing import Any
 
 from hybridrl.checkpoint.keep_rule import KeepRule
 from hybridrl.checkpoint.tensors.rank_manifest import (
+    RankManifest,
     crc32_of,
     find_damage,
     find_missing_data,
@@ -232,8 +233,7 @@ class CheckpointStore:
             for name, expected in listed.items():
                 if found[name] != expected:
                     return f"{folder / name} is not what was written (its crc32 differs)"
-            for role in _list_roles_with_manifests(folder):
-                lists = read_manifests(folder / role)
+            for role, lists in _read_manifests_by_role(folder):
                 if fault := find_missing_data(folder / role, lists):
                     return fault
                 if contents and (fault := find_damage(folder / role, lists)):
@@ -317,13 +317,13 @@ def list_checkpoints(run: RunReader) -> tuple[list[dict[str, Any]], str]:
     URL: what stands in a folder must not send whoever looks at it to other machines."""
     try:
         folder = stored_steps_folder(run.path)
-        found = [] if isinstance(folder, RemotePath) else _entries(CheckpointStore(folder))
+        found = [] if isinstance(folder, RemotePath) else _list_entries(CheckpointStore(folder))
     except (ConfigError, OSError) as error:
         return [], str(error)
     return found, "" if folder == run.path / CHECKPOINTS_FOLDER else str(folder)
 
 
-def _entries(folders: CheckpointStore) -> list[dict[str, Any]]:
+def _list_entries(folders: CheckpointStore) -> list[dict[str, Any]]:
     try:
         best = load_object(folders.path / BEST_FILE).get("step")
     except (OSError, ValueError):
@@ -339,10 +339,11 @@ def _entries(folders: CheckpointStore) -> list[dict[str, Any]]:
     return found
 
 
-def _list_roles_with_manifests(folder: Location) -> list[str]:
-    """Return the folders of a step with files that several ranks wrote."""
+def _read_manifests_by_role(folder: Location) -> Iterator[tuple[str, list[RankManifest]]]:
+    """Yield the folders of a step with files that several ranks wrote, and their manifests."""
     names = (name.split("/") for name in list_file_sizes(folder))
-    return sorted({name[0] for name in names if len(name) == 2 and is_list(name[1])})
+    for role in sorted({name[0] for name in names if len(name) == 2 and is_list(name[1])}):
+        yield role, read_manifests(folder / role)
 
 
 def list_manifest_files(folder: Location) -> set[str]:
@@ -352,8 +353,7 @@ def list_manifest_files(folder: Location) -> set[str]:
         StorageError: if one of them is not written to its end.
     """
     names = set()
-    for role in _list_roles_with_manifests(folder):
-        lists = read_manifests(folder / role)
+    for role, lists in _read_manifests_by_role(folder):
         if fault := find_missing_data(folder / role, lists):
             raise StorageError(f"The checkpoint in {folder} was not completed: {fault}.")
         names |= {f"{role}/{file}" for file in list_written_files(lists)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from hybridrl.evaluation.eval_metrics import compute_metric
 from hybridrl.evaluation.eval_sets import EvalMetric
 from hybridrl.evaluation.sample_table import SampleTable
 from hybridrl.run_files.evaluation_log import find_latest_by_set, load_named_evaluations
+from hybridrl.system.storage import to_json
 
 MOST = 0.5
 """Of the responses: from more truncated ones on their scores are doubted."""
@@ -166,10 +168,8 @@ def _read_estimate(known: Mapping[str, Any]) -> MetricEstimate:
 
 
 def _normalize_json(value: Any) -> Any:
-    """Convert a value to the form that it has after a JSON round trip."""
-    if isinstance(value, Mapping):
-        return {key: _normalize_json(one) for key, one in value.items()}
-    return list(value) if isinstance(value, tuple) else value
+    """Convert a value to the form in which `evaluations.json` gives it back."""
+    return json.loads(to_json(value))
 
 
 def _format_changes(then: Any, now: Any) -> str:

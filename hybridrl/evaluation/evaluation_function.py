@@ -69,7 +69,8 @@ def run_evaluation_function(setting: str, spec: str, given: Mapping[str, Any]) -
     except HybridRLError:
         raise
     except Exception as error:  # it is the user's
-        lines = traceback.format_exception(type(error), error, _skip_first_frame(error))
+        frames = error.__traceback__ and error.__traceback__.tb_next  # without this one
+        lines = traceback.format_exception(type(error), error, frames)
         raise ConfigError(
             f"{setting}={spec} raised {type(error).__name__}: {error}\n{''.join(lines)}"
         ) from error
@@ -204,8 +205,3 @@ class EvaluatedModel:
             stop = asked["stop"]
             asked = {**asked, "stop": (stop,) if isinstance(stop, str) else tuple(stop)}
         return replace(self._sampling, **asked)
-
-
-def _skip_first_frame(error: Exception) -> Any:
-    frames = error.__traceback__
-    return frames.tb_next if frames is not None else None

@@ -4,6 +4,7 @@ pairs."""
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 
@@ -21,28 +22,25 @@ def evaluate_responses(
     prompts: BatchRef,
     sampling: SamplingSettings,
     config: Config,
-    drawn: list[ScoredSamplesRef] | None = None,
-) -> dict[str, float]:
+) -> tuple[dict[str, float], list[ScoredSamplesRef]]:
     """`accuracy`: the share of greedy responses that are right.
 
     NaN if none of them could be scored; else one that could not is wrong. With `eval.samples` = k
     above 1 also `eval/mean@k` and `eval/pass@k`, of k samples drawn as in training: the share that
     is right, and the share of prompts with a right one. With `eval.by_column` the same figures for
     each value of that column, as `accuracy/<value>`, which is NaN if none of its rows was scored.
-
-    Args:
-        drawn: Gets the samples.
+    Also returns the samples.
     """
     by = [config.eval.by_column] if config.eval.by_column else []
     if not by and list_source_names(config.data):
         by = [SOURCE_COLUMN]
-    kept = [] if drawn is None else drawn
+    drawn: list[ScoredSamplesRef] = []
 
     def correct(
         how: SamplingSettings, samples: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
-        kept.append(sample_and_score(actor, reward, prompts, how, samples))
-        found = kept[-1].rows.collect(["scores", OUTCOMES, *by], partial=True)
+        drawn.append(sample_and_score(actor, reward, prompts, how, samples))
+        found = drawn[-1].rows.collect(["scores", OUTCOMES, *by], partial=True)
         sources = [str(value) for value in found.table.column(by[0]).to_pylist()] if by else []
         outcomes = outcomes_of(found)
         right = is_right(outcomes, config.reward.correct_at).double()
@@ -55,7 +53,7 @@ def evaluate_responses(
         right, known = right.view(-1, k), known.view(-1, k).any(1)
         figures |= _average_by_source(f"eval/mean@{k}", right.mean(1), known, sources)
         figures |= _average_by_source(f"eval/pass@{k}", right.amax(1), known, sources)
-    return figures
+    return figures, drawn
 
 
 def sum_token_column(batch: Batch, column: str) -> Batch:
@@ -66,6 +64,12 @@ def sum_token_column(batch: Batch, column: str) -> Batch:
     return Batch.from_columns(
         {"total": torch.where(mask, values, 0.0).sum(1), "tokens": mask.sum(1)}
     )
+
+
+def collect_token_sums(batch: BatchRef, column: str) -> Batch:
+    """Bring what `sum_token_column` returns to the driver."""
+    summed = batch.apply(partial(sum_token_column, column=column), [column, "response_mask"])
+    return summed.collect()
 
 
 def compute_pair_metrics(scores: torch.Tensor) -> dict[str, float]:

@@ -13,6 +13,7 @@ import pyarrow as pa
 from hybridrl.batch.batch import MASKS, OUTCOMES, Batch, is_right, outcomes_of, sampled_tokens
 from hybridrl.controller import BatchRef, WorkerGroup
 from hybridrl.evaluation.answer_extraction import AnswerExtractor
+from hybridrl.evaluation.sample_table import SampleTable
 from hybridrl.rollout import SamplingSettings
 
 _KEPT_COLUMNS = (
@@ -54,21 +55,22 @@ def sample_and_score(
 
 def collect_sample_table(
     drawn: Iterable[ScoredSamplesRef],
-    keys: Sequence[str],
+    prompts: Batch,
     correct_at: float,
     extract: AnswerExtractor,
-    columns: Iterable[str] = (),
-) -> pa.Table:
-    """The samples as a table of `hybridrl.evaluation.sample_table.SampleTable`.
+    column: str | None = None,
+) -> SampleTable:
+    """Bring the samples to the driver.
 
     Args:
-        keys: Of the prompts; see `compute_prompt_keys`.
+        prompts: Those that they are of.
         correct_at: The outcome from which a sample is right.
         extract: How the answer of a response is found.
-        columns: Further ones of the data that are kept.
+        column: A further one of the data that is kept.
     """
+    keys, columns = compute_prompt_keys(prompts), [column] if column else []
     tables = [_collect_table(one, keys, correct_at, extract, columns) for one in drawn]
-    return pa.concat_tables(tables, promote_options="permissive")
+    return SampleTable(pa.concat_tables(tables, promote_options="permissive"))
 
 
 def compute_prompt_keys(prompts: Batch) -> list[str]:

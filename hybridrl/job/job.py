@@ -356,7 +356,8 @@ class Job:
             )
         actor, reward = self.groups["actor"], self.groups["reward"]
         held_out = self.put(self.held_out)
-        return evaluate_responses(actor, reward, held_out, self.sampling, self.config)["accuracy"]
+        figures, _ = evaluate_responses(actor, reward, held_out, self.sampling, self.config)
+        return figures["accuracy"]
 
     def write_settings(self) -> None:
         """Write `config.yaml` for later resumes; from now on the folder belongs to this job."""

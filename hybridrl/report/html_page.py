@@ -37,7 +37,7 @@ def render_run_table_page(title: str) -> str:
     return _render_html(title, {}, RUN_TABLE_SCRIPTS, live=True)
 
 
-def build_security_policy(scripts: tuple[str, ...] = RUN_SCRIPTS, live: bool = True) -> str:
+def build_security_policy(scripts: tuple[str, ...], live: bool = True) -> str:
     """Build the content security policy, which allows only the page's own script and style by their
     hashes."""
     connect = "'self'" if live else "'none'"

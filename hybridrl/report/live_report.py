@@ -12,23 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.report.report_content import ReportContent
+from hybridrl.run_files import run_paths as names
 from hybridrl.run_files.run_status import read_run_status
 from hybridrl.system.storage import to_json
 
 _MAX_CORE_SHARE = 0.05
 """Of the time, which making one part takes at most."""
-_METRICS, _STEPS, _STATUS = ("metrics.jsonl", "steps.jsonl", "status.json")
 _FILES_OF_PART = {
-    "head": (_METRICS, _STATUS, "summary.json", "config.yaml"),
-    "words": (_METRICS, _STEPS, _STATUS, "evaluations.json"),
-    "curves": (_METRICS, "evaluations.json"),
-    "timeline": (_STEPS,),
-    "samples": ("samples", "tokens", "config.yaml"),
-    "data": ("data-report.json",),
-    "settings": ("config.yaml",),
+    "head": (names.METRICS, names.STATUS, names.SUMMARY, names.SETTINGS),
+    "words": (names.METRICS, names.STEPS, names.STATUS, names.EVALUATIONS),
+    "curves": (names.METRICS, names.EVALUATIONS),
+    "timeline": (names.STEPS,),
+    "samples": (names.SAMPLES, names.TOKENS, names.SETTINGS),
+    "data": (names.DATA_REPORT,),
+    "settings": (names.SETTINGS,),
     "state": (
-        *(_METRICS, _STATUS, "evaluations.json", "recoveries.jsonl"),
-        *("logs", "logs/*", "checkpoints", "bad-steps"),
+        *(names.METRICS, names.STATUS, names.EVALUATIONS, names.RECOVERIES),
+        *(names.LOGS, f"{names.LOGS}/*", names.CHECKPOINTS_FOLDER, names.BAD_STEPS),
     ),
 }
 """The files and folders of a run that each part is made of."""
@@ -84,19 +84,19 @@ class LiveReport:
         }
 
 
-def read_file_stamps(folders: Iterable[Path], names: Iterable[str]) -> list[Any]:
+def read_file_stamps(folders: Iterable[Path], files: Iterable[str]) -> list[Any]:
     """Return the modification time and size of each file, and the run's state, which changes
     without a file when a job is killed."""
     stamps: list[Any] = []
     for folder in folders:
-        for name in names:
+        for name in files:
             for file in sorted(folder.glob(name)) if "*" in name else [folder / name]:
                 try:
                     found = file.stat()
                 except OSError:
                     continue
                 stamps.append((name, found.st_mtime_ns, found.st_size))
-            if name == _STATUS:
+            if name == names.STATUS:
                 stamps.append(read_run_status(folder))
     return stamps
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -57,7 +56,7 @@ def build_curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         is_first = (
             name in _PANEL_METRICS or name.startswith(("time/", "eval/")) or name == "accuracy"
         )
-        steps, values = _read_finite_series(rows, name)
+        steps, values = extract_series(rows, name)
         if not steps:
             continue
         x, y = thin_curve(steps, values, _MAX_POINTS if is_first else _MAX_SECONDARY_POINTS)
@@ -81,11 +80,3 @@ def thin_curve(
         ends = {min(inner, key=values.__getitem__), max(inner, key=values.__getitem__)}
         kept += sorted(ends)
     return [steps[index] for index in kept], [values[index] for index in kept]
-
-
-def _read_finite_series(
-    rows: Sequence[Mapping[str, Any]], name: str
-) -> tuple[list[int], list[float]]:
-    steps, values = extract_series(rows, name)
-    kept = [place for place, value in enumerate(values) if math.isfinite(value)]
-    return [steps[place] for place in kept], [float(values[place]) for place in kept]

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hybridrl.run_files.run_paths import METRICS
 from hybridrl.run_files.run_status import read_run_status
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -47,7 +48,7 @@ def _build_samples(
         return
     yield _STEP_GAUGE, "the newest step", run, rows[-1]["step"]
     try:
-        age = time.time() - (folder / "metrics.jsonl").stat().st_mtime
+        age = time.time() - (folder / METRICS).stat().st_mtime
     except OSError:
         return
     yield _AGE_GAUGE, "seconds since figures were last written", run, round(age, 1)

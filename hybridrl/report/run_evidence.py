@@ -101,7 +101,7 @@ class RunEvidence:
 
     def values(self, name: str) -> list[float]:
         """Return the finite values of a metric, in the order of steps."""
-        return [value for value in extract_series(self.rows, name)[1] if math.isfinite(value)]
+        return extract_series(self.rows, name)[1]
 
     def recent(self, name: str) -> float | None:
         """Return the mean of a metric over the last window of steps; None if it was never

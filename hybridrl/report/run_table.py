@@ -14,12 +14,13 @@ from hybridrl.report.metric_curves import thin_curve
 from hybridrl.report.report_content import find_last_step
 from hybridrl.run_files.evaluation_log import find_latest_by_set
 from hybridrl.run_files.metric_reader import extract_series
+from hybridrl.run_files.run_paths import EVALUATIONS, METRICS, STATUS
 from hybridrl.run_files.run_reader import RunReader, list_runs
 
 _MAX_RUNS = 300
 """The newest; a folder with more is better cleaned up."""
 _SPARKLINE_POINTS = 40
-_FILES = ("metrics.jsonl", "status.json", "evaluations.json")
+_FILES = (METRICS, STATUS, EVALUATIONS)
 _COLUMN_METRICS = {
     "reward": "reward/mean",
     "accuracy": "accuracy",

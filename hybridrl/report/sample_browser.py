@@ -7,13 +7,13 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridrl.batch.batch import LIBRARY_PREFIXES
 from hybridrl.config.changed import read_setting
-from hybridrl.run_files.run_paths import SAMPLES, TOKENS
+from hybridrl.run_files.run_paths import INITIAL_MODEL, MODEL, SAMPLES, TOKENS
 from hybridrl.run_files.run_reader import RunReader, read_table
 
 if TYPE_CHECKING:
@@ -115,8 +115,12 @@ def _read_complete_groups(
     tokens = _read_token_table(source)
     found: list[tuple[int, dict[str, Any]]] = []
     left = room
-    for first, end in _find_groups(table):
-        plain = [_build_sample(row) for row in table.slice(first, end - first).to_pylist()]
+    name = next((one for one in ("group_id", "row") if one in table.column_names), None)
+    numbers = table.column(name).to_pylist() if name else range(table.num_rows)
+    first = 0
+    for _, neighbours in itertools.groupby(numbers):
+        count = len(list(neighbours))
+        plain = [_build_sample(row) for row in table.slice(first, count).to_pylist()]
         group = []
         for index, shown in enumerate(plain, first):
             if tokens is not None and index < tokens.num_rows:
@@ -128,6 +132,7 @@ def _read_complete_groups(
             return found or _select_fitting(plain, left), table.num_rows
         found += group
         left -= size
+        first += count
     return found, table.num_rows
 
 
@@ -145,17 +150,6 @@ def _read_token_table(source: SampleFile) -> Table | None:
     """Read the table of the tokens of the first samples of a step, which `write_samples` made."""
     file = source.file.parent.parent / TOKENS / source.file.name
     return read_table(file) if not source.set and file.is_file() else None
-
-
-def _find_groups(table: Table) -> Iterator[tuple[int, int]]:
-    """Yield the first row of each group of neighbouring rows, and the row after its last."""
-    name = next((one for one in ("group_id", "row") if one in table.column_names), None)
-    numbers = table.column(name).to_pylist() if name else list(range(table.num_rows))
-    first = 0
-    for index in range(1, len(numbers) + 1):
-        if index == len(numbers) or numbers[index] != numbers[first]:
-            yield first, index
-            first = index
 
 
 def _build_sample(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -238,7 +232,7 @@ def tokenizer_of(run: Path, settings: dict[str, Any]) -> Tokenizer | None:
     from tokenizers import Tokenizer
 
     named = [read_setting(settings, name) for name in ("model.tokenizer", "model.path")]
-    folders = [run / "model", run / "initial_model", *(Path(str(one)) for one in named if one)]
+    folders = [run / MODEL, run / INITIAL_MODEL, *(Path(str(one)) for one in named if one)]
     for folder in folders:
         file = folder / "tokenizer.json"
         if file.is_file():

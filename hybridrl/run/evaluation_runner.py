@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybridrl.checkpoint.store import COMPLETE_FILE, parse_step_folder
 from hybridrl.composition.load import config_to_dict
 from hybridrl.config.schema import is_served
 from hybridrl.console.evaluation_table import build_evaluation_table, render_plain_table
@@ -21,13 +22,12 @@ from hybridrl.evaluation.loaded_sets import LoadedEvalSet
 from hybridrl.evaluation.sample_table import SampleTable
 from hybridrl.evaluation.scored_samples import (
     collect_sample_table,
-    compute_prompt_keys,
     sample_and_score,
 )
 from hybridrl.rewards.loading import parse_function_list
 from hybridrl.run_files.evaluation_log import EvaluationLog, find_latest_by_set
 from hybridrl.run_files.provenance import collect_provenance
-from hybridrl.trainers.role_spec import ACTOR_ROLE, validate_roles
+from hybridrl.trainers.role_spec import ACTOR_ROLE
 from hybridrl.trainers.trainer import EvaluationResult
 
 if TYPE_CHECKING:
@@ -72,18 +72,17 @@ class EvaluationRunner:
     ) -> tuple[dict[str, float], dict[str, Sequence[CallRecord]]]:
         """Evaluate these sets, and write what was found to the run's folder: their figures, and the
         records of the calls for each set, by a sentence that says which they were."""
-        figures: dict[str, float] = {}
+        job, figures = self.job, dict[str, float]()
         calls: dict[str, Sequence[CallRecord]] = {}
         written: dict[str, dict[str, Any]] = {}
         self.view.phase("evaluating")
-        self.job.publish()
+        job.publish()
         for name in names:
-            where = "" if name == HELD_OUT_SET else f" of `{name}`"
             if name == HELD_OUT_SET:
-                found, entries = self._held_out(step)
+                where, (found, entries) = "", self._held_out(step)
             else:
-                found, entries = self._set(self.job.eval_sets[name], step)
-            records = self.job.beside.called(self.job.executor.take_records())
+                where, (found, entries) = f" of `{name}`", self._set(job.eval_sets[name], step)
+            records = job.beside.called(job.executor.take_records())
             calls[f"evaluation{where} at step {step}"] = records
             figures |= found
             written |= entries
@@ -138,13 +137,10 @@ class EvaluationRunner:
         sampling = job.sampling if k > 1 else job.sampling.greedy()
         extract = resolve_extractor("", None, parse_function_list(config.reward.function))
         for role, drawn in samples.items():
-            keys = compute_prompt_keys(held_out)
-            table = collect_sample_table(
-                drawn, keys, config.reward.correct_at, extract, [by] if by else []
-            )
+            table = collect_sample_table(drawn, held_out, config.reward.correct_at, extract, by)
             name = _name_role_set(role, HELD_OUT_SET)
             limit = self._limit("rollout", sampling.max_tokens)
-            said = doubts(SampleTable(table), "the held-out rows", limit, unscored=not self._trains)
+            said = doubts(table, "the held-out rows", limit, unscored=not self._trains)
             entries[name] = self._kept(step, name, table, metrics, by, said) | {
                 "sampling": _how_drawn(sampling, k),
                 "correct_at": config.reward.correct_at,
@@ -178,8 +174,7 @@ class EvaluationRunner:
         """Return the metrics of a set for every role that generates, and the entries to record."""
         figures: dict[str, float] = {}
         entries: dict[str, dict[str, Any]] = {}
-        roles = validate_roles(self.trainer.roles(self.job.config), type(self.trainer).__qualname__)
-        for role in (role for role, spec in roles.items() if spec.generates):
+        for role in (role for role, spec in self.job.roles.items() if spec.generates):
             name = _name_role_set(role, one.name)
             entry = self._of_function(one, role, step) or self._of_answers(one, role, name, step)
             entries[name] = entry
@@ -200,10 +195,10 @@ class EvaluationRunner:
             greedy = sampling.greedy()
             drawn.append(sample_and_score(actor, reward, prompts, greedy, verifier=one.verifier))
         by = settings.own.by_column
-        keys, correct_at = compute_prompt_keys(one.rows), settings.reward.correct_at
-        table = collect_sample_table(drawn, keys, correct_at, one.extract, [by] if by else [])
+        correct_at = settings.reward.correct_at
+        table = collect_sample_table(drawn, one.rows, correct_at, one.extract, by)
         limit = self._limit(settings.setting, one.sampling.max_tokens)
-        said = doubts(SampleTable(table), f"`{one.name}`", limit, unscored=True)
+        said = doubts(table, f"`{one.name}`", limit, unscored=True)
         return self._kept(step, name, table, settings.metrics, by, said) | self._how(one, role)
 
     def _of_function(self, one: LoadedEvalSet, role: str, step: int) -> dict[str, Any] | None:
@@ -245,15 +240,14 @@ class EvaluationRunner:
         self,
         step: int,
         name: str,
-        table: Any,
+        samples: SampleTable,
         metrics: Sequence[EvalMetric],
         by: str | None,
         doubts: list[str],
     ) -> dict[str, Any]:
         """Writes samples, and gives the metrics with how sure they are, and why to doubt them."""
-        samples, directory = SampleTable(table), self.job.directory
-        found = estimate_metrics(samples, metrics, by)
-        path = directory.write_evaluated(name, step, table)
+        found, directory = estimate_metrics(samples, metrics, by), self.job.directory
+        path = directory.write_evaluated(name, step, samples.table)
         entry: dict[str, Any] = {
             "prompts": len(samples.keys),
             "samples": str(path.relative_to(directory.path)),
@@ -307,8 +301,7 @@ class EvaluationRunner:
 def _parse_model_step(path: str) -> int | None:
     """Return the step of the checkpoint that a model folder lies in; None if it lies in none."""
     folder = Path(path).absolute().parent
-    found = re.fullmatch(r"step-(\d+)", folder.name)
-    return int(found[1]) if found and (folder / "complete.json").is_file() else None
+    return parse_step_folder(folder) if (folder / COMPLETE_FILE).is_file() else None
 
 
 def _how_drawn(sampling: SamplingSettings, samples: int) -> dict[str, Any]:

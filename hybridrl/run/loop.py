@@ -97,7 +97,10 @@ class RunLoop(RunEnd):
         )
         places = {role: place.devices for role, place in job.placement.roles.items()}
         tripwires = TripwireWatcher(self.config, self._prompts)
-        search = self._search = self._make_rate_search()
+        search: RateSearchWatcher | None = None
+        if self.config.actor.optimizer.schedule == AUTO_SCHEDULE and self.trainer.TRAINS:
+            search = RateSearchWatcher(job, self.trainer, self._guard)
+        self._search = search
         self.watchers: list[Watcher] = [
             *([search] if search else []),
             UnscoredSamplesWatcher(self.trainer.TRAINS),
@@ -109,16 +112,12 @@ class RunLoop(RunEnd):
             EarlyStopWatcher(self.config.eval.stop, self.summary),
             *([CoreIsolation(job.executor)] if self.config.resources == "auto" else []),
         ]
-        watches: dict[str, NanGuard | TripwireWatcher | RateSearchWatcher] = {
+        watches: dict[str, Watcher] = {
             "guard": self._guard,
             "tripwires": tripwires,
             **({"rate_search": search} if search else {}),
         }
         self.checkpoints = CheckpointSaver(job, self.trainer, self.summary, watches)
-
-    def _make_rate_search(self) -> RateSearchWatcher | None:
-        is_wanted = self.config.actor.optimizer.schedule == AUTO_SCHEDULE and self.trainer.TRAINS
-        return RateSearchWatcher(self.job, self.trainer, self._guard) if is_wanted else None
 
     def run(self) -> dict[str, Any]:
         """Train; go on from the newest checkpoint when workers are lost. Ctrl-C saves what there is
@@ -331,7 +330,7 @@ class RunLoop(RunEnd):
         if found.folder is not None:
             self.view.phase(f"loading the checkpoint of step {found.step}")
         done = self.saved = self.checkpoints.load(found)
-        if number := self.job.feed.returned:
+        if number := len(self.job.feed.returned):
             self.view.message(
                 f"Prompts that rollout.partial had kept with unfinished samples: {number}. They "
                 "are sampled anew, first in the next steps."

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Any
 from hybridrl.config.schema import Config
 from hybridrl.errors import LostError
 from hybridrl.run_files.run_paths import RECOVERIES
+from hybridrl.run_files.run_reader import RunReader
 from hybridrl.system.formatting import format_seconds
 from hybridrl.system.storage import explain_write_errors, to_json
 
@@ -39,7 +39,7 @@ class RunRecovery:
 
     def __init__(self, config: Config, run: Path) -> None:
         self._config = config
-        self._path = run / RECOVERIES
+        self._run = run
         self._loss: _WorkerLoss | None = None
         self._in_a_row = 0
         self._from_step = -1
@@ -86,7 +86,7 @@ class RunRecovery:
     def count(self, summary: dict[str, Any]) -> None:
         """Add the number of recoveries to the summary, and the seconds that they cost: without
         work, and for repeated steps."""
-        if rows := self._rows():
+        if rows := RunReader(self._run).recoveries():
             summary["recoveries"] = len(rows)
             summary["seconds_lost"] = round(sum(row["seconds_lost"] for row in rows), 1)
 
@@ -127,11 +127,7 @@ class RunRecovery:
             "seconds_lost": round(now - loss.since + again, 1),
             "devices": devices,
         }
-        with explain_write_errors(self._path), self._path.open("a", encoding="utf-8") as file:
+        path = self._run / RECOVERIES
+        with explain_write_errors(path), path.open("a", encoding="utf-8") as file:
             file.write(to_json(row) + "\n")
         return now
-
-    def _rows(self) -> list[dict[str, Any]]:
-        if not self._path.is_file():
-            return []
-        return [json.loads(line) for line in self._path.read_text(encoding="utf-8").splitlines()]

@@ -20,7 +20,12 @@ from hybridrl.errors import ConfigError
 from hybridrl.run.step_metrics import compute_step_metrics
 from hybridrl.run.watchers.watcher import FinishedStep
 from hybridrl.run_files.metric_writers import RunSummary
-from hybridrl.run_files.recorded_steps import DATA, DRIVER_RECORDING, RecordedStep, StepRecordWriter
+from hybridrl.run_files.recorded_steps import (
+    DATA,
+    DRIVER_RECORDING,
+    RecordedStep,
+    append_recorded_step,
+)
 from hybridrl.trainers.trainer import StepResult
 from hybridrl.trainers.update_columns import SHAPED
 
@@ -69,7 +74,6 @@ class StepRunner:
     def __init__(self, job: Job, trainer: Trainer, view: RunView, summary: RunSummary) -> None:
         self.job, self.trainer, self.view, self.summary = job, trainer, view, summary
         self.evaluated: Mapping[str, float] = {}
-        self._samples = SampleRecorder(job, view)
         self.ended = self._began = time.perf_counter()
         self._ahead: dict[int, float] | None = None
 
@@ -134,7 +138,7 @@ class StepRunner:
             self.view.step(step.number, {**self.evaluated, **metrics})
             self.evaluated = {}
             if self.trainer.DATA == "prompts" and len(batch):
-                self._samples.keep(step.number, batch, metrics)
+                record_samples(job, self.view, step.number, batch, metrics)
         self._record(step.number, step.records)
         for notice in (*step.result.notices, *list_measured_choices(step.records)):
             self.view.message(f"step {step.number}: {notice}")
@@ -147,7 +151,7 @@ class StepRunner:
         epoch = time.time() - time.perf_counter()
         times = epoch + self._began, epoch + self.ended
         recorded = RecordedStep(step, *times, records, self._ahead, *self.job.beside.take())
-        StepRecordWriter(self.job.directory.path).write(recorded)
+        append_recorded_step(self.job.directory.path, recorded)
 
 
 def list_measured_choices(records: Sequence[CallRecord]) -> list[str]:
@@ -191,49 +195,40 @@ SAMPLES_WITH_TOKENS = 64
 """Of a step: a table of all tokens would grow with the batch, and a person looks at a few."""
 
 
-class SampleRecorder:
-    """Records and shows samples of a job, as often as `observe.samples_every` and
-    `observe.show_every` say."""
+def record_samples(
+    job: Job, view: RunView, step: int, batch: BatchRef, metrics: Mapping[str, float]
+) -> None:
+    """Write the samples of a step and show those of its first prompt, as often as
+    `observe.samples_every` and `observe.show_every` say.
 
-    def __init__(self, job: Job, view: RunView) -> None:
-        self._job, self._view = job, view
+    Args:
+        metrics: Of the step: they tell which columns rewards have.
+    """
+    observe = job.config.observe
+    kept = (*TEXTS, *(name for name in metrics if name.startswith(LIBRARY_PREFIXES)))
+    if observe.samples_every and (step == 1 or step % observe.samples_every == 0):
+        some = batch.take(range(min(len(batch), SAMPLES_WITH_TOKENS)))
+        tokens = some.collect(TOKENS, partial=True).table
+        job.directory.write_samples(step, _with_texts(job, batch, kept).table, tokens)
+    if observe.show_every and (step == 1 or step % observe.show_every == 0):
+        most = min(len(batch), job.config.rollout.samples_per_prompt)
+        rows = _with_texts(job, batch.take(range(most)), kept).to_pylist()
+        first = rows[0].get("group_id")
+        shown = [_completion(row) for row in rows if row.get("group_id") == first]
+        view.samples(rows[0].get("prompt", ""), shown)
 
-    def keep(self, step: int, batch: BatchRef, metrics: Mapping[str, float]) -> None:
-        """Write the samples of a step and show those of its first prompt, if the step is one to
-        record or show.
 
-        Args:
-            metrics: Of the step: they tell which columns rewards have.
-        """
-        observe = self._job.config.observe
-        rewards = tuple(name for name in metrics if name.startswith(LIBRARY_PREFIXES))
-        if observe.samples_every and (step == 1 or step % observe.samples_every == 0):
-            self._job.directory.write_samples(
-                step,
-                self._with_texts(batch, (*TEXTS, *rewards)).table,
-                batch.take(range(min(len(batch), SAMPLES_WITH_TOKENS)))
-                .collect(TOKENS, partial=True)
-                .table,
-            )
-        if observe.show_every and (step == 1 or step % observe.show_every == 0):
-            most = min(len(batch), self._job.config.rollout.samples_per_prompt)
-            rows = self._with_texts(batch.take(range(most)), (*TEXTS, *rewards)).to_pylist()
-            first = rows[0].get("group_id")
-            shown = [row for row in rows if row.get("group_id") == first]
-            prompt = rows[0].get("prompt", "")
-            self._view.samples(prompt, [_completion(row) for row in shown])
-
-    def _with_texts(self, batch: BatchRef, kept: tuple[str, ...]) -> Batch:
-        """Return the columns of these that exist, `tokens` and `advantage` of what was sampled, and
-        the responses as texts, which a reward has made of them if the program asked one; of
-        episodes of several rows, the last only."""
-        rows = of_sampled(batch.collect((*kept, "response_mask"), partial=True))
-        is_made = "response" in rows and "branch" not in rows
-        if is_made or not batch.columns.may_have("response_ids"):
-            return rows
-        ids = batch.collect(["response_ids"])["response_ids"].rows()
-        texts = self._job.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        return rows.with_columns({"response": texts})
+def _with_texts(job: Job, batch: BatchRef, kept: tuple[str, ...]) -> Batch:
+    """Return the columns of these that exist, `tokens` and `advantage` of what was sampled, and the
+    responses as texts, which a reward has made of them if the program asked one; of episodes of
+    several rows, the last only."""
+    rows = of_sampled(batch.collect((*kept, "response_mask"), partial=True))
+    is_made = "response" in rows and "branch" not in rows
+    if is_made or not batch.columns.may_have("response_ids"):
+        return rows
+    ids = batch.collect(["response_ids"])["response_ids"].rows()
+    texts = job.tokenizer.batch_decode(ids, skip_special_tokens=True)
+    return rows.with_columns({"response": texts})
 
 
 def of_sampled(rows: Batch) -> Batch:

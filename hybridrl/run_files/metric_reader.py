@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -91,8 +92,8 @@ def find_end_of_step(metrics_file: Path, step: int) -> int:
 
 
 def extract_series(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    """Return the steps and values of one metric, where it was measured."""
-    found = [(row["step"], row[key]) for row in rows if key in row]
+    """Return the steps and values of one metric, where it was measured and is finite."""
+    found = [(row["step"], row[key]) for row in rows if math.isfinite(row.get(key, math.nan))]
     return [step for step, _ in found], [value for _, value in found]
 
 

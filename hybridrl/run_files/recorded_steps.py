@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,9 +16,8 @@ from typing import Any, NamedTuple
 
 from hybridrl.batch.call_record import CallRecord, PhaseSpan
 from hybridrl.errors import DataError
-from hybridrl.run_files.metric_reader import find_end_of_step
 from hybridrl.run_files.run_paths import STEPS
-from hybridrl.system.bounded_files import MOST_LINE_BYTES, parse_json, read_end
+from hybridrl.system.bounded_files import MOST_LINE_BYTES, parse_json, read_end, start_near_end
 from hybridrl.system.storage import explain_write_errors, replace_file
 
 DATA, DRIVER_EVALUATION, CHECKPOINT, DRIVER_RECORDING = (
@@ -81,46 +79,22 @@ class DriverActivity:
         return taken
 
 
-class StepRecordWriter:
-    """A writer of the records of a run's steps.
+def append_recorded_step(folder: Path, recorded: RecordedStep) -> None:
+    """Append the record of a step to that of the run in a folder. Of a file that has become long
+    only the newest steps stay.
 
-    Args:
-        folder: Of the run.
+    Raises:
+        StorageError: if that fails.
     """
-
-    def __init__(self, folder: Path) -> None:
-        self.file = folder / STEPS
-
-    def write(self, recorded: RecordedStep) -> None:
-        """Append the record of a step.
-
-        Raises:
-            StorageError: if that fails.
-        """
-        line = json.dumps(_encode_step(recorded), separators=(",", ":")) + "\n"
-        with explain_write_errors(self.file), self.file.open("a", encoding="utf-8") as file:
-            file.write(line)
-            size = file.tell()
-        if size > 2 * _KEPT_BYTES:
-            self._keep_newest()
-
-    def forget_after(self, step: int) -> None:
-        """Remove the records of later steps, which are about to be repeated.
-
-        Raises:
-            StorageError: if that fails.
-        """
-        with explain_write_errors(self.file):
-            if self.file.is_file():
-                os.truncate(self.file, find_end_of_step(self.file, step))
-
-    def _keep_newest(self) -> None:
-        with self.file.open("rb") as file:
-            file.seek(-_KEPT_BYTES, os.SEEK_END)
-            file.readline()  # the rest of a line
-            rest = file.read()
-        with replace_file(self.file) as part:
-            part.write_bytes(rest)
+    path = folder / STEPS
+    line = json.dumps(_encode_step(recorded), separators=(",", ":")) + "\n"
+    with explain_write_errors(path), path.open("a", encoding="utf-8") as file:
+        file.write(line)
+        size = file.tell()
+    if size > 2 * _KEPT_BYTES:
+        with path.open("rb") as long, replace_file(path) as part:
+            start_near_end(long, _KEPT_BYTES)
+            part.write_bytes(long.read())
 
 
 def read_recorded_steps(folder: Path, newest_bytes: int | None = None) -> list[RecordedStep]:
@@ -135,7 +109,8 @@ def read_recorded_steps(folder: Path, newest_bytes: int | None = None) -> list[R
     """
     file = folder / STEPS
     try:
-        text = _read_newest_lines(file, newest_bytes)
+        # One line at least, also where it is longer.
+        content = read_end(file, newest_bytes or 2 * _KEPT_BYTES) or read_end(file, MOST_LINE_BYTES)
     except FileNotFoundError:
         raise DataError(
             f"{folder} has no {STEPS}, in which a run records what its ranks did in each step. "
@@ -145,7 +120,7 @@ def read_recorded_steps(folder: Path, newest_bytes: int | None = None) -> list[R
         raise DataError(f"{file} could not be read: {error}.") from error
     found: list[RecordedStep] = []
     last = -1
-    for number, line in enumerate(text.splitlines(keepends=True), 1):
+    for number, line in enumerate(content.decode(errors="replace").splitlines(keepends=True), 1):
         try:
             recorded = _decode_step(parse_json(line))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -160,12 +135,6 @@ def read_recorded_steps(folder: Path, newest_bytes: int | None = None) -> list[R
     if not found:
         raise DataError(f"{file} has no steps yet.")
     return found
-
-
-def _read_newest_lines(file: Path, most: int | None) -> str:
-    """Return whole lines of the end of the file, at most so many bytes, but one line at least."""
-    text = read_end(file, most or 2 * _KEPT_BYTES) or read_end(file, MOST_LINE_BYTES)
-    return text.decode(errors="replace")
 
 
 def _encode_step(recorded: RecordedStep) -> dict[str, Any]:

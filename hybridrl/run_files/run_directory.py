@@ -37,10 +37,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.errors import ConfigError, StorageError
+from hybridrl.run_files import run_paths as names
 from hybridrl.run_files.evaluation_log import EvaluationLog
 from hybridrl.run_files.metric_reader import find_end_of_step
-from hybridrl.run_files.recorded_steps import StepRecordWriter
-from hybridrl.run_files.run_paths import LATEST_LINK, LOCK_FILE
 from hybridrl.system.storage import (
     DISK_FULL_ERRNOS,
     explain_write_errors,
@@ -61,13 +60,13 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.logs = path / "logs"
-        self.samples = path / "samples"
-        self.tokens = path / "tokens"
-        self.model = path / "model"
-        self.metrics_file = path / "metrics.jsonl"
-        self.config_file = path / "config.yaml"
-        self.summary_file = path / "summary.json"
+        self.logs = path / names.LOGS
+        self.samples = path / names.SAMPLES
+        self.tokens = path / names.TOKENS
+        self.model = path / names.MODEL
+        self.metrics_file = path / names.METRICS
+        self.config_file = path / names.SETTINGS
+        self.summary_file = path / names.SUMMARY
         self._latest: Path | None = None
 
     def __repr__(self) -> str:
@@ -86,14 +85,14 @@ class RunDirectory:
         root = Path(root)
         _check_not_inside_run("run.root", root, root / name)
         stem = f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{_sanitize_folder_name(name)}"
-        _check_latest_link(root / LATEST_LINK)
+        _check_latest_link(root / names.LATEST_LINK)
         try:
             root.mkdir(parents=True, exist_ok=True)
             directory = cls(_make_unique_folder(root, stem))
             directory._make_folders()
         except OSError as error:
             raise _build_write_error("run.root", root, error) from error
-        directory._latest = root / LATEST_LINK
+        directory._latest = root / names.LATEST_LINK
         return directory
 
     @classmethod
@@ -170,8 +169,10 @@ class RunDirectory:
     def write_text(self, name: str, text: str) -> None:
         """Write a small file of the run, such as the resolved settings, in place of an earlier one.
         It is on the disk when this returns."""
-        with replace_file(self.path / name) as part:
-            _write_durably(part, text)
+        with replace_file(self.path / name) as part, part.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
         """Write a small file of the run as JSON; NaN and infinity become null."""
@@ -216,15 +217,15 @@ class RunDirectory:
             StorageError: if that fails.
         """
         with explain_write_errors(self.path):
-            if self.metrics_file.is_file():
-                os.truncate(self.metrics_file, find_end_of_step(self.metrics_file, step))
+            for file in (self.metrics_file, self.path / names.STEPS):
+                if file.is_file():
+                    os.truncate(file, find_end_of_step(file, step))
             folders = (self.samples, self.tokens)
             for path in (path for folder in folders for path in folder.glob("*step-*")):
                 number = re.match(r"(?:eval-[\w-]+-)?step-(\d+)", path.name)
                 if number and int(number[1]) > step:
                     path.unlink()
         EvaluationLog(self.path).forget_after(step)
-        StepRecordWriter(self.path).forget_after(step)
 
     def _refuse_results(self) -> None:
         """Refuse a folder with results of another run, which would be mixed with this one's."""
@@ -268,7 +269,7 @@ def _check_not_inside_run(setting: str, named: Path, path: Path) -> None:
     as one, and `checkpoints/` in it is pruned."""
     for folder in path.resolve().parents:
         run = RunDirectory(folder)
-        if run.config_file.is_file() and (run._results() or (folder / LOCK_FILE).is_file()):
+        if run.config_file.is_file() and (run._results() or (folder / names.LOCK_FILE).is_file()):
             raise ConfigError(
                 f"{setting}={named} is in {folder}, the folder of an earlier run. Give a folder "
                 f"that is in no other run's, such as {folder.parent / 'new'}. To go on with that "
@@ -319,13 +320,6 @@ def _replace_latest_link(link: Path, target: str) -> None:
         raise StorageError(format_write_error(link, error)) from error
     with explain_write_errors(link):
         new_link.replace(link)
-
-
-def _write_durably(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _build_write_error(setting: str, folder: Path, error: OSError) -> ConfigError | StorageError:

@@ -84,7 +84,9 @@ class RunLock:
             if holder is None or is_process_dead(
                 holder, _read_file_system_time(self.file.parent) - beat
             ):
-                _write_holder(file, self._mine)
+                os.ftruncate(file, 0)
+                os.pwrite(file, json.dumps(self._mine).encode(), 0)
+                os.fsync(file)
                 return True
         if holder["machine"] != self._mine["machine"] and seen in (None, beat):
             return False
@@ -179,10 +181,3 @@ def _read_holder(file: int) -> dict[str, Any] | None:
         return found if {"host", "machine", "pid", "started", "since"} <= found.keys() else None
     except (ValueError, AttributeError):
         return None
-
-
-def _write_holder(file: int, holder: dict[str, Any]) -> None:
-    content = json.dumps(holder).encode()
-    os.ftruncate(file, 0)
-    os.pwrite(file, content, 0)
-    os.fsync(file)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hybridrl.errors import ConfigError
 from hybridrl.run_files import run_paths as names
@@ -32,6 +32,7 @@ from hybridrl.system.bounded_files import (
 if TYPE_CHECKING:
     from pyarrow import Table
 
+_T = TypeVar("_T")
 _RUN_MARKERS = (names.SETTINGS, names.METRICS)
 """A folder with one of these is a run's."""
 _LOG_TAIL_BYTES = 1 << 20
@@ -74,15 +75,12 @@ class RunReader:
 
     def settings(self) -> dict[str, Any]:
         """Return what `config.yaml` holds, nested; empty if it cannot be read."""
-        try:
-            found = load_yaml(self.path / names.SETTINGS)
-        except (OSError, ValueError):
-            return {}
+        found: Any = self._read(load_yaml, names.SETTINGS, {})
         return found if isinstance(found, dict) else {}
 
     def settings_text(self) -> str:
         """Return `config.yaml` as it stands."""
-        return self._text(names.SETTINGS)
+        return self._read(read_text, names.SETTINGS, "")
 
     def summary(self) -> Mapping[str, Any]:
         """Return `summary.json`, which a run writes at its end."""
@@ -110,7 +108,7 @@ class RunReader:
 
     def recoveries(self) -> list[dict[str, Any]]:
         """Return a row for each time that workers were lost and the run went on."""
-        return list(_objects(self._text(names.RECOVERIES)))
+        return list(_objects(self._read(read_text, names.RECOVERIES, "")))
 
     def bad_steps(self) -> list[dict[str, Any]]:
         """Return the steps whose numbers were not finite, and what was found in them."""
@@ -178,17 +176,14 @@ class RunReader:
         place = self.path / folder
         return [] if place.is_symlink() else sorted(place.glob(pattern))
 
-    def _text(self, file: str) -> str:
-        try:
-            return read_text(self.path / file)
-        except (OSError, ValueError):
-            return ""
-
     def _object(self, file: str | Path) -> dict[str, Any]:
+        return self._read(load_object, file, {})
+
+    def _read(self, load: Callable[[Path], _T], file: str | Path, missing: _T) -> _T:
         try:
-            return load_object(self.path / file)
+            return load(self.path / file)
         except (OSError, ValueError):
-            return {}
+            return missing
 
 
 def read_table(file: Path) -> Table:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from hybridrl.algorithms import find_informative_rows
 from hybridrl.batch.batch import OUTCOMES, SOURCE_COLUMN, Batch, outcomes_of
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef
@@ -24,20 +26,20 @@ PREFIX = "source/"
 
 
 class SourceMetrics:
-    """Metrics for each source of a mixture; falsy where the data has a single source.
+    """Metrics for each source of a mixture.
 
     Args:
         rows: To learn from.
+
+    Attributes:
+        names: Of the sources; empty where the data has a single one.
     """
 
     def __init__(self, config: Config, rows: Batch) -> None:
-        self._names = list_source_names(config.data) if SOURCE_COLUMN in rows.columns else []
-        places = {name: place for place, name in enumerate(self._names)}
-        of_rows = rows.table.column(SOURCE_COLUMN).to_pylist() if self._names else []
+        self.names = list_source_names(config.data) if SOURCE_COLUMN in rows.columns else []
+        places = {name: place for place, name in enumerate(self.names)}
+        of_rows = rows.table.column(SOURCE_COLUMN).to_pylist() if self.names else []
         self._of_rows = np.array([places.get(name, -1) for name in of_rows], np.int64)
-
-    def __bool__(self) -> bool:
-        return bool(self._names)
 
     def of_groups(
         self,
@@ -53,20 +55,14 @@ class SourceMetrics:
                 dropped).
         """
         found: dict[str, float] = {}
-        if not self._names or not len(rows):
-            return found
-        known = ~np.isnan(scores)
-        rows, groups, scores = rows[known], groups[known], scores[known]
-        for place, name in enumerate(self._names):
-            mine = self._of_rows[rows] == place
-            _, of_group = np.unique(groups[mine], return_inverse=True)
-            if not len(of_group):
-                continue
-            least, most = np.full(of_group.max() + 1, np.inf), np.full(of_group.max() + 1, -np.inf)
-            np.minimum.at(least, of_group, scores[mine])
-            np.maximum.at(most, of_group, scores[mine])
-            found[f"{PREFIX}{name}/groups"] = float(len(least))
-            found[f"{PREFIX}{name}/zero_variance"] = float((least == most).mean())
+        for place, name in enumerate(self.names):
+            mine = (self._of_rows[rows] == place) & ~np.isnan(scores)
+            if number := len(np.unique(groups[mine])):
+                of_sample = torch.from_numpy(groups[mine])
+                differ = find_informative_rows(torch.from_numpy(scores[mine]), of_sample)
+                alike = number - len(of_sample[differ].unique())
+                found[f"{PREFIX}{name}/groups"] = float(number)
+                found[f"{PREFIX}{name}/zero_variance"] = alike / number
         return found
 
 
@@ -97,14 +93,6 @@ _MAX_DRAWS = 1000
 Rows = npt.NDArray[np.int64]
 
 
-class _PreparedBatch(NamedTuple):
-    """A batch that the workers can read, and that is not dealt yet."""
-
-    groups: Rows
-    rows: Rows
-    batch: BatchRef
-
-
 class DataFeed:
     """Batches of the training data in the order of the row schedule, and the scores that come back
     for them.
@@ -118,6 +106,9 @@ class DataFeed:
 
     Attributes:
         deck: Says which rows of `data` come next.
+        returned: Rows of prompts of a checkpoint whose samples were unfinished, which are dealt
+            again before those of the row schedule.
+        numbered: The number of groups handed out so far: prompts, examples or pairs.
     """
 
     def __init__(
@@ -138,25 +129,26 @@ class DataFeed:
         self.deck = build_row_schedule(config, data)
         self._of_sources = SourceMetrics(config, data)
         self._examples = None if examples is None else PromptLoader(examples, number, seed)
-        self._ahead: _PreparedBatch | None = None
+        self._learns = config.data.sampler is not None or bool(self._of_sources.names)
+        self._ahead: tuple[Rows, Rows, BatchRef] | None = None  # not dealt yet
         self._position: dict[str, Any] = {}  # of the row schedule, before `_ahead`
-        self._numbered = 0
+        self.numbered = 0
         self._row_of: dict[int, int] = {}  # by group, of prompts whose scores are not known yet
         self._deals: deque[tuple[Rows, Rows]] = deque(
             maxlen=_REMEMBERED_BATCHES
         )  # groups, and their rows
         self._left_out: set[int] = set()
         self._held: set[int] = set()
-        self._returned: list[int] = []  # rows to be dealt before those of the row schedule
+        self.returned: list[int] = []
 
     def next_batch(self) -> BatchRef:
         """Return the prompts of the next step, numbered in the column `group_id`; or examples; or
         pairs as neighbouring rows."""
         with self._beside.doing(DATA):
             (groups, rows, batch), self._ahead = self._ahead or self._prepare(), None
-        self._numbered += len(groups)
+        self.numbered += len(groups)
         self._deals.append((groups, rows))
-        del self._returned[: len(rows)]
+        del self.returned[: len(rows)]
         if self._learns or self.config.rollout.partial is not None:
             self._row_of.update(zip(groups.tolist(), rows.tolist(), strict=True))
         return batch
@@ -172,17 +164,18 @@ class DataFeed:
             except DataError:  # `next_batch` raises it again, should the batch be wanted
                 self.deck.load_state(self._position)
 
-    def _prepare(self) -> _PreparedBatch:
+    def _prepare(self) -> tuple[Rows, Rows, BatchRef]:
+        """Return groups, their rows, and a batch of these that the workers can read."""
         from hybridrl.data.preference_pairs import split_pairs_into_samples
 
         rows = self._next_rows()
         batch = self.data.take(rows)
-        groups = np.arange(self._numbered, self._numbered + len(rows))
+        groups = np.arange(self.numbered, self.numbered + len(rows))
         if self.kind == "pairs":
             if self.config.meta is not None:
-                batch = split_tasks(batch, self.config.meta, self.config.run.seed, self._numbered)
-            return _PreparedBatch(groups, rows, self.put(split_pairs_into_samples(batch)))
-        return _PreparedBatch(groups, rows, self.put(batch.with_columns({"group_id": groups})))
+                batch = split_tasks(batch, self.config.meta, self.config.run.seed, self.numbered)
+            return groups, rows, self.put(split_pairs_into_samples(batch))
+        return groups, rows, self.put(batch.with_columns({"group_id": groups}))
 
     def next_examples(self, coefficient: float = 1.0) -> BatchRef:
         """Return prompts with reference responses for one supervised update with this loss
@@ -220,11 +213,6 @@ class DataFeed:
         self.deck.learn(rows, outcomes)
         return self._of_sources.of_groups(rows, groups, scores)
 
-    @property
-    def _learns(self) -> bool:
-        """True if the sampler, or the metrics of sources, need scores."""
-        return self.config.data.sampler is not None or bool(self._of_sources)
-
     def forget_groups(self, before: int) -> None:
         """Forget the rows of groups before this number, for which no more scores will come."""
         self._row_of = {
@@ -245,33 +233,22 @@ class DataFeed:
         rows = [row[np.isin(group, groups)] for group, row in self._deals]
         found = {int(row) for row in np.concatenate([*rows, np.empty(0, np.int64)])}
         self._left_out |= found
-        self._returned = [row for row in self._returned if row not in found]
+        self.returned = [row for row in self.returned if row not in found]
         if self._ahead is not None:  # it may have some of them
             self.deck.load_state(self._position)
             self._ahead = None
         return len(found)
 
-    @property
-    def returned(self) -> int:
-        """The number of prompts of a checkpoint whose samples were unfinished and that are still to
-        be dealt again."""
-        return len(self._returned)
-
-    @property
-    def numbered(self) -> int:
-        """The number of groups handed out so far: prompts, examples or pairs."""
-        return self._numbered
-
     def state(self) -> dict[str, Any]:
         """Return the position in the data, as plain data."""
         position = self._position if self._ahead else self.deck.state()
-        found: dict[str, Any] = {**position, "numbered": self._numbered}
+        found: dict[str, Any] = {**position, "numbered": self.numbered}
         if self._examples is not None:
             found["examples"] = self._examples.state()
         if self._held:
             found["held"] = {str(group): self._row_of[group] for group in sorted(self._held)}
-        if self._returned:
-            found["returned"] = list(self._returned)
+        if self.returned:
+            found["returned"] = list(self.returned)
         if self._left_out:
             found["left_out"] = sorted(self._left_out)
         return found
@@ -286,7 +263,7 @@ class DataFeed:
         self.deck.load_state(state)
         self._ahead = None
         self._deals.clear()
-        self._numbered = int(state["numbered"])
+        self.numbered = int(state["numbered"])
         if self._examples is not None and "examples" in state:
             self._examples.restore(state["examples"])
         self._row_of = {int(group): row for group, row in state.get("held", {}).items()}
@@ -296,13 +273,13 @@ class DataFeed:
         if self.config.rollout.partial is None:
             returned += self._row_of.values()
             self._row_of, self._held = {}, set()
-        self._returned = [row for row in returned if row not in self._left_out]
+        self.returned = [row for row in returned if row not in self._left_out]
 
     def _next_rows(self) -> Rows:
         """Return the next rows that are not excluded, at least one, beginning with those that were
         returned."""
         number = self.config.data.prompts_per_step
-        first = np.array(self._returned[:number], np.int64)
+        first = np.array(self.returned[:number], np.int64)
         if len(first) == number:
             return first
         for _ in range(_MAX_DRAWS):

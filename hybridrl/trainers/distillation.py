@@ -85,13 +85,13 @@ class Trainer(PolicyTrainer):
 
     def prepare(self) -> None:
         super().prepare()
-        settings = self.config.distillation or DistillationConfig()
-        self.prompt = TeacherPrompt.read(settings.teacher_prompt)
+        self.settings = self.config.distillation or DistillationConfig()
+        self.prompt = TeacherPrompt.read(self.settings.teacher_prompt)
         self.since_refresh = 0
         self._resume_notices: list[str] = []
 
     def step(self) -> StepResult:
-        settings = self.config.distillation or DistillationConfig()
+        settings = self.settings
         if settings.refresh_every and self.since_refresh >= settings.refresh_every:
             self.refresh(settings.refresh_share)
         self.since_refresh += 1
@@ -132,9 +132,9 @@ class Trainer(PolicyTrainer):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         super().load_state(state)
-        settings = self.config.distillation or DistillationConfig()
-        if settings.refresh_every and state["since_refresh"] < state["steps"]:
-            self.since_refresh = settings.refresh_every
+        every = self.settings.refresh_every
+        if every and state["since_refresh"] < state["steps"]:
+            self.since_refresh = every
             self._resume_notices.append(
                 "The teacher's weights are not part of a checkpoint: it goes on from those that "
                 "the policy has now (distillation.refresh_every)."
@@ -142,8 +142,7 @@ class Trainer(PolicyTrainer):
 
     def _taught(self, samples: BatchRef) -> BatchRef:
         """Return the teachers' columns, each teacher scoring the samples assigned to it."""
-        settings = self.config.distillation or DistillationConfig()
-        sampled = settings.loss == "sampled"
+        settings, sampled = self.settings, self.settings.loss == "sampled"
         method = "compute_ref_log_prob" if sampled else "compute_top_log_probs"
         if self.prompt is not None and self.data is not None:  # a plan has no data
             read = samples.collect(self.prompt.columns).to_pylist()

@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from functools import partial
 
 from hybridrl.algorithms import PreferenceObjective
-from hybridrl.batch.batch import Batch
 from hybridrl.config.effective_settings import trainer_settings
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef, Handle, WorkerGroup
-from hybridrl.evaluation.held_out_metrics import compute_pair_metrics, sum_token_column
+from hybridrl.evaluation.held_out_metrics import collect_token_sums, compute_pair_metrics
 from hybridrl.trainers import trainer as base
 from hybridrl.trainers.objectives import build_preference_objective, list_reference_roles
 from hybridrl.trainers.role_spec import LEARNER_ROLE, RoleSpec, standard_roles
@@ -45,11 +44,11 @@ class Trainer(base.Trainer):
         """`eval/pair_accuracy` and `eval/pair_margin` of the implicit reward that is trained."""
         sample = held_out.select(*SAMPLE_COLUMNS)
         batch = held_out | self.groups["actor"].compute_log_prob(sample)
-        policy = _sum_column(batch, "log_probs")
+        policy = collect_token_sums(batch, "log_probs")
         totals = policy["total"]
         if "reference" in self.groups:
             batch |= self.groups["reference"].compute_ref_log_prob(sample)
-            totals = totals - _sum_column(batch, "ref_log_probs")["total"]
+            totals = totals - collect_token_sums(batch, "ref_log_probs")["total"]
         objective = build_preference_objective(self.config)
         scores = objective.compute_scores(totals, policy["tokens"])
         return compute_pair_metrics(objective.reward_scale * scores)
@@ -65,8 +64,3 @@ def update_on_pairs(groups: Mapping[str, WorkerGroup], pairs: BatchRef) -> tuple
         pairs |= groups["reference"].compute_ref_log_prob(pairs.select(*SAMPLE_COLUMNS))
         columns.append("ref_log_probs")
     return pairs, groups["actor"].update_preference(pairs.select(*columns))
-
-
-def _sum_column(batch: BatchRef, column: str) -> Batch:
-    summed = batch.apply(partial(sum_token_column, column=column), [column, "response_mask"])
-    return summed.collect()

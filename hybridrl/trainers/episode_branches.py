@@ -9,7 +9,6 @@ are.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -27,23 +26,12 @@ _BRANCH_COLUMNS = ("response_ids", "response_mask", "rollout_log_probs", "turn",
 _BRANCH_INPUTS = ("branches", "branch", "branch_prompt_lengths", "branch_response_lengths")
 
 
-class UnfoldedEpisodes(NamedTuple):
-    """The rows of a step's episodes.
-
-    Attributes:
-        rows: One for each branch, those of an episode next to each other, with the column
-            `episode`, which they share.
-        of: Of columns with a row for each episode, the same for each of `rows`.
-    """
-
-    rows: BatchRef
-    of: Callable[[BatchRef], BatchRef]
-
-
 def unfold_episodes(
-    samples: BatchRef, put: Callable[[Batch], BatchRef], on: WorkerGroup, first: int = 0
-) -> UnfoldedEpisodes:
-    """Return a row for each branch of the episodes; waits for the samples.
+    samples: BatchRef, put: Callable[[Batch], BatchRef], on: WorkerGroup, first: int
+) -> tuple[BatchRef, Callable[[BatchRef], BatchRef]]:
+    """Return a row for each branch of the episodes, those of an episode next to each other, with
+    the column `episode`, which they share; and a function that gives columns with a row for each
+    episode to each of these rows. Waits for the samples.
 
     An episode that failed, so that its reward is NaN, and one in which nothing was sampled, have no
     rows: they cost nothing.
@@ -63,7 +51,7 @@ def unfold_episodes(
     makes = ["prompt_ids", *filter(samples.columns.may_have, (*_BRANCH_COLUMNS, KEPT_SETS))]
     reads = [*_BRANCH_INPUTS, *makes, *(f"branch_{name}" for name in makes)]
     rows |= rows.apply(select_branch_tokens, reads, makes=makes, on=on, together=1)
-    return UnfoldedEpisodes(rows, lambda batch: batch.take(episodes))
+    return rows, lambda batch: batch.take(episodes)
 
 
 def select_branch_tokens(batch: Batch) -> Batch:

@@ -33,9 +33,8 @@ def build_policy_objective(config: Config) -> PolicyObjective:
         settings["correction_level"] = "token"
     if algorithm.kl_in_reward:
         settings["kl_coefficient"] = 0.0
-    return PolicyObjective(
-        options=options | algorithm.loss_options, off_policy=is_off_policy(config), **settings
-    )
+    settings["off_policy"] = bool(find_off_policy_setting(config))
+    return PolicyObjective(options=options | algorithm.loss_options, **settings)
 
 
 def resolve_correction(config: Config) -> str:
@@ -81,7 +80,8 @@ def format_correction_notice(config: Config, program: Any) -> str:
     if (
         config.algorithm.correction != "auto"
         or chosen == "none"
-        or not _uses_importance_weights(program, config)
+        or program.DATA != "prompts"
+        or not isinstance(program.objective(config), PolicyObjective)
     ):
         return ""
     if setting := find_low_bit_setting(config):
@@ -92,13 +92,6 @@ def format_correction_notice(config: Config, program: Any) -> str:
         if uses_policy_ratio(config.algorithm.policy_loss):
             reason += "; with algorithm.correction=none the clipped ratio of the loss weighs them"
     return f"{setting}: samples are weighed by algorithm.correction={chosen}, because {reason}."
-
-
-def _uses_importance_weights(program: Any, config: Config) -> bool:
-    """Return whether a driver program learns from samples with a loss that weights them by
-    importance."""
-    samples = getattr(program, "DATA", "prompts") == "prompts"
-    return samples and isinstance(program.objective(config), PolicyObjective)
 
 
 def find_off_policy_setting(config: Config) -> str:
@@ -114,11 +107,6 @@ def find_off_policy_setting(config: Config) -> str:
         "rollout.weight_sync": rollout.weight_sync if has_lossy_weight_sync(config) else "",
     }
     return next((f"{name}={value}" for name, value in found.items() if value), "")
-
-
-def is_off_policy(config: Config) -> bool:
-    """Return whether samples may come from another policy than the one that is updated."""
-    return bool(find_off_policy_setting(config))
 
 
 def has_lossy_weight_sync(config: Config) -> bool:

@@ -16,18 +16,16 @@ from hybridrl.config.effective_settings import trainer_settings
 from hybridrl.config.schema import Config, DistillationConfig
 from hybridrl.errors import ConfigError
 from hybridrl.trainers import sft
-from hybridrl.trainers import trainer as base
 from hybridrl.trainers.distillation import TEACHER_ROLE
 from hybridrl.trainers.role_spec import LEARNER_ROLE, RoleSpec
 from hybridrl.trainers.teacher_role import build_teacher_role
 from hybridrl.trainers.trainer import SAMPLE_COLUMNS, UPDATE_COLUMNS, StepResult
 
 
-class Trainer(base.Trainer):
-    """The trainer of distillation from given responses."""
+class Trainer(sft.Trainer):
+    """The trainer of distillation from given responses, which evaluates as `sft` does."""
 
     USES = trainer_settings("offline_distillation")
-    DATA = "examples"
 
     @staticmethod
     def roles(config: Config) -> Mapping[str, RoleSpec]:
@@ -49,9 +47,6 @@ class Trainer(base.Trainer):
         return StepResult(
             batch, [update(part.select(*needed)) for part in self.mini_batches(batch)]
         )
-
-    evaluate = sft.Trainer.evaluate
-    compute_held_out_loss = sft.Trainer.compute_held_out_loss
 
 
 def _check_settings(config: Config, settings: DistillationConfig) -> None:

@@ -8,7 +8,7 @@ What was measured stays as it is: figures, evaluations and the sampler of the da
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -106,12 +106,10 @@ class ScoreShaper:
 
     def _learn(self) -> None:
         """Merge the scores of earlier steps into the moments, after waiting for them."""
-        under_way, self._under_way = self._under_way, []
+        by, under_way, self._under_way = str(self._reward.normalise_by), self._under_way, []
         for scored in under_way:
-            known = scored.collect([self._before, str(self._reward.normalise_by)])
-            for source, found in compute_source_moments(
-                known, str(self._reward.normalise_by)
-            ).items():
+            moments = compute_source_moments(scored.collect([self._before, by]), by)
+            for source, found in moments.items():
                 self._known[source] = self._known.get(source, ScoreMoments()).with_those(found)
 
 
@@ -139,16 +137,13 @@ def normalize_scores_by_source(batch: Batch, by: str, known: Mapping[str, ScoreM
     Args:
         by: The column that says the source.
     """
-    here = compute_source_moments(batch, by)
     both = {
         source: known.get(source, ScoreMoments()).with_those(found)
-        for source, found in here.items()
+        for source, found in compute_source_moments(batch, by).items()
     }
     scores = [
         (score - both[source].mean) / both[source].std
-        for score, source in zip(
-            learned_scores(batch).tolist(), _list_sources(batch, by), strict=True
-        )
+        for score, source in _pair_with_sources(batch, by)
     ]
     return Batch.from_columns({SHAPED: torch.tensor(scores, dtype=torch.float32)})
 
@@ -156,13 +151,14 @@ def normalize_scores_by_source(batch: Batch, by: str, known: Mapping[str, ScoreM
 def compute_source_moments(batch: Batch, by: str) -> dict[str, ScoreMoments]:
     """Moments of the scores of each source."""
     found: dict[str, list[float]] = {}
-    for score, source in zip(learned_scores(batch).tolist(), _list_sources(batch, by), strict=True):
+    for score, source in _pair_with_sources(batch, by):
         found.setdefault(source, []).append(score)
     return {source: ScoreMoments.of(scores) for source, scores in found.items()}
 
 
-def _list_sources(batch: Batch, by: str) -> list[str]:
-    return [str(value) for value in batch.table.column(by).to_pylist()]
+def _pair_with_sources(batch: Batch, by: str) -> Iterator[tuple[float, str]]:
+    sources = map(str, batch.table.column(by).to_pylist())
+    return zip(learned_scores(batch).tolist(), sources, strict=True)
 
 
 def shapes(reward: RewardConfig) -> bool:

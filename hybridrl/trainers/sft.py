@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
 from hybridrl.config.effective_settings import trainer_settings
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef
-from hybridrl.evaluation.held_out_metrics import sum_token_column
+from hybridrl.evaluation.held_out_metrics import collect_token_sums
 from hybridrl.trainers import trainer as base
 from hybridrl.trainers.role_spec import LEARNER_ROLE, RoleSpec
 from hybridrl.trainers.trainer import SAMPLE_COLUMNS, UPDATE_COLUMNS, StepResult
@@ -33,8 +32,7 @@ class Trainer(base.Trainer):
     def evaluate(self, held_out: BatchRef) -> dict[str, float]:
         """Return `eval/loss`, the loss per token of the held-out responses."""
         batch = held_out | self.groups["actor"].compute_log_prob(held_out.select(*SAMPLE_COLUMNS))
-        total = partial(sum_token_column, column="log_probs")
-        sums = batch.apply(total, ["log_probs", "response_mask"]).collect()
+        sums = collect_token_sums(batch, "log_probs")
         return {"eval/loss": float(-sums["total"].sum() / sums["tokens"].sum())}
 
     def compute_held_out_loss(self, held_out: BatchRef) -> float:

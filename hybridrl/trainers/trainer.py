@@ -176,10 +176,9 @@ class Trainer(ABC):
         for role, spec in roles.items():
             if not spec.generates:
                 continue
-            drawn = samples[role] = list[ScoredSamplesRef]()
-            figures = evaluate_responses(
-                *(self.groups[role], self.groups["reward"], held_out, self.sampling, self.config),
-                drawn,
+            actor, reward = self.groups[role], self.groups["reward"]
+            figures, samples[role] = evaluate_responses(
+                actor, reward, held_out, self.sampling, self.config
             )
             prefix = "" if role == ACTOR_ROLE else f"{role}/"
             found |= {f"{prefix}{name}": value for name, value in figures.items()}

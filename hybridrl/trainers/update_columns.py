@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from hybridrl.algorithms import (
     PackedTurns,
@@ -66,14 +67,6 @@ class _Steps(NamedTuple):
     rewards: Tensor
 
 
-def split_step_rewards(
-    batch: Batch, config: AlgorithmConfig, scores: Tensor, segments: TokenSegments
-) -> tuple[Tensor, Tensor]:
-    """Return the rewards of steps on the last token of each step, `[tokens]`, and the rest of the
-    scores that belongs to no step, `[rows]`."""
-    return _placed(_steps(batch, config), scores, segments)
-
-
 def step_advantages(
     batch: Batch, config: AlgorithmConfig, scores: Tensor, segments: TokenSegments
 ) -> Tensor:
@@ -97,6 +90,8 @@ def _steps(batch: Batch, config: AlgorithmConfig) -> _Steps:
 
 
 def _placed(steps: _Steps, scores: Tensor, segments: TokenSegments) -> tuple[Tensor, Tensor]:
+    """Return the credit of steps on the last token of each step, `[tokens]`, and the rest of the
+    scores that belongs to no step, `[rows]`."""
     by_steps = torch.zeros_like(scores).index_add(0, steps.row, steps.rewards.to(scores.dtype))
     return place_part_rewards(steps.ends, steps.credit, steps.row, segments), scores - by_steps
 
@@ -175,7 +170,7 @@ def token_rewards(
         placed = _build_turns(batch, segments).placed(segments.mask)
         scores = scores - segments.sum(placed)
     elif config.step_credit and samples.has_parts:
-        placed, scores = split_step_rewards(batch, config, scores, segments)
+        placed, scores = _placed(_steps(batch, config), scores, segments)
     if config.kl_in_reward:
         log_probs = batch.ragged("log_probs").values
         reference = batch.ragged("ref_log_probs").values
@@ -304,10 +299,8 @@ def greedy_advantages(
 ) -> Batch:
     """ReMax's `advantages`, against the column `greedy_scores`; samples without one are dropped, as
     there is nothing to compare them with. Rows do not depend on each other."""
-    samples, baseline = (
-        build_credited_samples(batch, config, longest),
-        batch["greedy_scores"][find_first_rows(batch)],
-    )
+    samples = build_credited_samples(batch, config, longest)
+    baseline = batch["greedy_scores"][find_first_rows(batch)]
     segments = mask_dropped_samples(samples.segments, baseline.isnan())
     samples = samples._replace(segments=segments)
     rewards = token_rewards(batch, samples, config, coefficient)
@@ -383,8 +376,10 @@ def _estimate_advantages(
         )
         shapes = [segments.mask.shape]
     else:
+        sizes = lengths.tolist()
         dense = {
-            name: _pad_tokens(x, lengths) for name, x in filter_arguments(estimator, tokens).items()
+            name: pad_sequence(x.split(sizes), batch_first=True)
+            for name, x in filter_arguments(estimator, tokens).items()
         }
         found = estimator(**filter_arguments(estimator, offered), **dense)
         shapes = [lengths.shape, torch.Size([len(lengths), int(lengths.max())])]
@@ -394,24 +389,10 @@ def _estimate_advantages(
             f"{len(lengths)} samples, or for each token, {list(shapes[-1])}."
         )
     if found.ndim == 2:
-        found = found[_token_mask(lengths)]
+        found = found[torch.arange(found.shape[1]) < lengths.unsqueeze(1)]
     elif shapes[0] == lengths.shape:
         found = segments.spread(found)
     return apply_mask(found.float(), segments.mask)
-
-
-def _token_mask(lengths: Tensor) -> Tensor:
-    """Return a mask, bool `[rows, longest]`, of the tokens of left-aligned rows of these
-    lengths."""
-    return torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
-
-
-def _pad_tokens(packed: Tensor, lengths: Tensor) -> Tensor:
-    """Pad packed tokens to `[rows, longest]`, left-aligned."""
-    real = _token_mask(lengths)
-    dense = torch.zeros(real.shape, dtype=packed.dtype)
-    dense[real] = packed
-    return dense
 
 
 def _make_token_columns(batch: Batch, **packed: Tensor) -> Batch:

@@ -403,7 +403,7 @@ def test_mean_and_pass_at_k():
             for name, kind in (("actor", Answerer), ("reward", Scorer))
         )
         sampling = SamplingSettings(max_tokens=1, temperature=1.0)
-        found = evaluate_responses(actor, reward, executor.put(batch), sampling, config)
+        found, _ = evaluate_responses(actor, reward, executor.put(batch), sampling, config)
     assert found == pytest.approx(
         {
             **{"accuracy": 1 / 4, "accuracy/a": 1 / 2, "accuracy/b": 0.0},

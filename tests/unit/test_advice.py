@@ -16,7 +16,7 @@ from hybridrl.planner.machine.device_catalog import add_device_memory
 from hybridrl.report.advice import TIP, WARNING
 from hybridrl.report.run_evidence import RunEvidence
 from hybridrl.report.run_summary import find_advice, summarize_learning, words
-from hybridrl.run_files.recorded_steps import RecordedStep, StepRecordWriter
+from hybridrl.run_files.recorded_steps import RecordedStep, append_recorded_step
 from hybridrl.run_files.run_reader import RunReader, open_run
 from hybridrl.system.cluster_spec import ClusterSpec
 
@@ -105,7 +105,7 @@ def run_of(tmp_path):
         }
         parquet.write_table(pa.table(table), folder / "samples" / "step-000010.parquet")
         for step in steps_of(**{"seconds": SECONDS} | steps):
-            StepRecordWriter(folder).write(step)
+            append_recorded_step(folder, step)
         return folder
 
     return make

@@ -173,7 +173,7 @@ def test_figures_of_sources():
         "source/a/accuracy": 0.5,
         "source/a/response/length_mean": 4.0,
     }
-    assert not SourceMetrics(configured([]), rows())
+    assert not SourceMetrics(configured([]), rows()).names
 
 
 def test_sources_of_as_many_rows_are_dealt_in_orders_of_their_own():

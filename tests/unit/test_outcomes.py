@@ -46,7 +46,8 @@ class Here(SimpleNamespace):
 
 def test_evaluated_samples_are_right_by_their_outcomes():
     rows = Here(batch=STEPS, columns=SimpleNamespace(may_have=lambda name: False))
-    table = collect_sample_table([ScoredSamplesRef(rows, 1, True)], ["a", "b", "c"], 0.7, str)
+    prompts = Batch.from_columns({"prompt": [*"abc"]})
+    table = collect_sample_table([ScoredSamplesRef(rows, 1, True)], prompts, 0.7, str).table
     assert table["correct"].to_pylist() == [True, False, False]
     assert table["score"].to_pylist()[1] == 5.0 and table["outcomes"].to_pylist()[1] == 0.0
 

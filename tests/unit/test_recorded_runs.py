@@ -27,7 +27,12 @@ from hybridrl.planner.what_if.recorded_run import RecordedRun
 from hybridrl.planner.what_if.replanning import resize_cluster
 from hybridrl.report.report_tables import replan_memory
 from hybridrl.run_files import recorded_steps
-from hybridrl.run_files.recorded_steps import RecordedStep, StepRecordWriter, read_recorded_steps
+from hybridrl.run_files.recorded_steps import (
+    RecordedStep,
+    append_recorded_step,
+    read_recorded_steps,
+)
+from hybridrl.run_files.run_directory import RunDirectory
 from hybridrl.run_files.run_reader import RunReader
 from hybridrl.system.cluster_spec import ClusterSpec
 
@@ -98,7 +103,7 @@ def run_of(tmp_path, monkeypatch):
         roles = {"actor": everywhere, "reward": everywhere}
         (folder / "placement.json").write_text(json.dumps({"roles": roles}))
         for one in steps or [step(1, 0.0), step(2, 10.0)]:
-            StepRecordWriter(folder).write(one)
+            append_recorded_step(folder, one)
         return folder
 
     return make
@@ -113,7 +118,7 @@ def test_steps_are_read_as_they_were_written(tmp_path):
     written = [step(1, 0.0), step(2, 4.5)._replace(ahead={1: 0.25})]
     written[0].records[1].beside = True
     for one in written:
-        StepRecordWriter(tmp_path).write(one)
+        append_recorded_step(tmp_path, one)
     for one, read in zip(written, read_recorded_steps(tmp_path), strict=True):
         assert (read.step, read.ahead) == (one.step, one.ahead)
         assert read.end == pytest.approx(one.end, abs=1e-5)
@@ -128,17 +133,17 @@ def test_steps_are_read_as_they_were_written(tmp_path):
 
 
 def test_what_is_done_again_is_forgotten_and_a_line_that_was_cut_left_out(tmp_path):
-    file = StepRecordWriter(tmp_path)
-    file.forget_after(3)  # there is none
+    run = RunDirectory(tmp_path)
+    run.forget_after(3)  # there is none
     for number in (1, 2, 3):
-        file.write(step(number, 5.0 * number))
-    file.forget_after(2)
+        append_recorded_step(tmp_path, step(number, 5.0 * number))
+    run.forget_after(2)
     assert [one.step for one in read_recorded_steps(tmp_path)] == [1, 2]
     for cut in ('{"step": 3, "beg', '{"step": 3, "begin": 1.0, "ahead": {}'):
-        with file.file.open("a") as opened:
+        with (tmp_path / "steps.jsonl").open("a") as opened:
             opened.write(cut)
         assert [one.step for one in read_recorded_steps(tmp_path)] == [1, 2]
-        file.forget_after(2)
+        run.forget_after(2)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +156,7 @@ def test_what_is_done_again_is_forgotten_and_a_line_that_was_cut_left_out(tmp_pa
     ],
 )
 def test_a_line_of_something_else_is_named(tmp_path, change):
-    StepRecordWriter(tmp_path).write(step(1, 0.0))
+    append_recorded_step(tmp_path, step(1, 0.0))
     file = tmp_path / "steps.jsonl"
     read = json.loads(file.read_text())
     change(read)
@@ -162,14 +167,14 @@ def test_a_line_of_something_else_is_named(tmp_path, change):
 
 def test_a_run_that_went_on_counts_from_there(tmp_path):
     for one in (step(1, 0.0), step(2, 5.0), step(1, 9.0)._replace(step=3)):  # its calls begin anew
-        StepRecordWriter(tmp_path).write(one)
+        append_recorded_step(tmp_path, one)
     assert [one.step for one in read_recorded_steps(tmp_path)] == [3]
 
 
 def test_the_newest_steps_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(recorded_steps, "_KEPT_BYTES", 4_000)
     for number in range(1, 40):
-        StepRecordWriter(tmp_path).write(step(number, 5.0 * number))
+        append_recorded_step(tmp_path, step(number, 5.0 * number))
     assert (tmp_path / "steps.jsonl").stat().st_size <= 8_000
     read = [one.step for one in read_recorded_steps(tmp_path)]
     assert read == list(range(read[0], 40))

@@ -12,7 +12,7 @@ from hybridrl.batch.batch import Batch
 from hybridrl.checks.settings.algorithm_checks import check_algorithm
 from hybridrl.errors import ConfigError
 from hybridrl.trainers.grpo import ReplayBuffer, select_informative_rows
-from hybridrl.trainers.objectives import is_off_policy
+from hybridrl.trainers.objectives import find_off_policy_setting
 
 
 class Ref(SimpleNamespace):
@@ -82,8 +82,8 @@ def test_without_a_share_nothing_is_kept():
 
 
 def test_replayed_samples_are_of_an_older_policy():
-    assert is_off_policy(configured(["algorithm.replay_share=0.2"]))
-    assert not is_off_policy(configured([]))
+    assert find_off_policy_setting(configured(["algorithm.replay_share=0.2"]))
+    assert not find_off_policy_setting(configured([]))
 
 
 def test_only_programs_that_replay_may_be_told_to():

@@ -8,7 +8,7 @@ from hybridrl import cli
 from hybridrl.batch.call_record import CallRecord, PhaseSpan
 from hybridrl.report.device_spans import read_device_spans, sum_idle_by_cause
 from hybridrl.report.perfetto_trace import write_perfetto_trace
-from hybridrl.run_files.recorded_steps import RecordedStep, StepRecordWriter
+from hybridrl.run_files.recorded_steps import RecordedStep, append_recorded_step
 
 BEGIN = 1_700_000_000.0
 
@@ -51,7 +51,7 @@ def folder(tmp_path):
     evaluation = PhaseSpan("evaluation", BEGIN + 6.1, BEGIN + 7.0)
     second = second._replace(between=[evaluated], driver=[evaluation, *second.driver])
     for step in (two_pools(1, 0.0, 10, ahead=0.5), second):
-        StepRecordWriter(tmp_path).write(step)
+        append_recorded_step(tmp_path, step)
     return tmp_path
 
 
@@ -114,7 +114,7 @@ def test_ranks_that_end_together_waited_for_the_slower_one(tmp_path):
         call(1, "actor", rank, rank, "train", 0.0, 2.0, waited=waited)
         for rank, waited in enumerate((1.2, 0.2))
     ]
-    StepRecordWriter(tmp_path).write(RecordedStep(1, BEGIN, BEGIN + 2, records, {}))
+    append_recorded_step(tmp_path, RecordedStep(1, BEGIN, BEGIN + 2, records, {}))
     spans = read_device_spans(tmp_path)
     assert told(spans, 0) == [(0.0, 1.0, "update"), (1.0, 2.0, "peers")]
     assert told(spans, 1) == [(0.0, 2.0, "update")]
@@ -123,7 +123,7 @@ def test_ranks_that_end_together_waited_for_the_slower_one(tmp_path):
 
 def test_a_device_without_calls_has_nothing_to_do(tmp_path):
     records = [call(1, "actor", 0, 0, "train", 0.0, 2.0)]
-    StepRecordWriter(tmp_path).write(RecordedStep(1, BEGIN, BEGIN + 2, records, {}))
+    append_recorded_step(tmp_path, RecordedStep(1, BEGIN, BEGIN + 2, records, {}))
     (tmp_path / "placement.json").write_text('{"roles": {"actor": {"devices": [0, 1]}}}')
     assert sum_idle_by_cause(read_device_spans(tmp_path))[1] == {
         "nothing to do": pytest.approx(1.0)

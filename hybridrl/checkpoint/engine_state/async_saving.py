@@ -7,41 +7,41 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from hybridrl.checkpoint.tensors.file_plan import FilePart
+from hybridrl.checkpoint.tensors.rank_manifest import SaveResult
 from hybridrl.checkpoint.tensors.tensor_reader import TensorInFiles
 from hybridrl.checkpoint.tensors.tensor_writer import slice_part
 from hybridrl.layout.boxes import box_shape
 from hybridrl.system.device_traits import allocate_host_memory, record_event
 
-_T = TypeVar("_T")
 _THREAD_NICENESS = 10
 """Of the thread, on Linux: work in the foreground comes first where cores are scarce."""
 
 
-class BackgroundTask(Generic[_T]):
-    """A task on a thread of its own; the next one begins when the one before is done."""
+class BackgroundTask:
+    """A save on a thread of its own; the next one begins when the one before is done."""
 
     def __init__(self) -> None:
-        self._last: Future[_T] | None = None
+        self._last: Future[SaveResult] | None = None
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
 
-    def start(self, work: Callable[[Callable[[], bool]], _T]) -> None:
+    def start(self, work: Callable[[Callable[[], bool]], SaveResult]) -> None:
         """Start a task after the one before is done; raises as `wait` does.
 
         Args:
             work: Called on the thread, with a function that says whether it is to give up.
         """
         self.settle()
-        self._last = last = Future[_T]()
+        self._last = last = Future[SaveResult]()
 
         def run() -> None:
-            _give_way()
+            with contextlib.suppress(AttributeError, OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _THREAD_NICENESS)
             try:
                 last.set_result(work(self._stopped.is_set))
             except BaseException as error:
@@ -51,7 +51,7 @@ class BackgroundTask(Generic[_T]):
         self._thread = threading.Thread(target=run, name="background", daemon=True)
         self._thread.start()
 
-    def result(self, wait: bool) -> _T | None:
+    def result(self, wait: bool) -> SaveResult | None:
         """Return what the last task returned; None if none was started, or if it still runs and is
         not to be waited for.
 
@@ -116,8 +116,3 @@ class StagingBuffer:
             else:
                 into.copy_(slice_part(part, source), non_blocking=True)
         return record_event(self._device)
-
-
-def _give_way() -> None:
-    with contextlib.suppress(AttributeError, OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _THREAD_NICENESS)

@@ -84,7 +84,7 @@ class EngineStateSaver:
         self._engine = engine
         self._tokenizer = tokenizer
         self._file_bytes = file_bytes
-        self._background: BackgroundTask[SaveResult] = BackgroundTask()
+        self._background = BackgroundTask()
 
     def save(
         self, folder: Location, counters: JsonNumbers, beside: Mapping[str, JsonNumbers]

@@ -7,7 +7,7 @@ import itertools
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -117,18 +117,13 @@ def write_parts(
     sums: list[int] = []
     pairs = zip(parts, values, strict=True)
     for file, some in itertools.groupby(pairs, key=lambda pair: pair[0].file):
-        with convert_write_errors(path(file)):
-            opened = os.open(path(file), os.O_WRONLY | os.O_CREAT, 0o666)
-            try:
-                for part, tensor in some:
-                    if stop():
-                        raise StorageError(_was_stopped(path(file).parent))
-                    memory = view_as_bytes(tensor.to("cpu", part.entry.dtype))
-                    _write_box(opened, part, memory)
-                    sums.append(zlib.crc32(memory))
-                os.fsync(opened)
-            finally:
-                os.close(opened)
+        with _shared_file(path(file)) as opened:
+            for part, tensor in some:
+                if stop():
+                    raise StorageError(_was_stopped(path(file).parent))
+                memory = view_as_bytes(tensor.to("cpu", part.entry.dtype))
+                _write_box(opened, part, memory)
+                sums.append(zlib.crc32(memory))
     return sums
 
 
@@ -177,13 +172,8 @@ def write_headers(folder: Path, plan: FilePlan) -> None:
         StorageError: if one cannot be written; names it.
     """
     for file, header in plan.headers.items():
-        with convert_write_errors(folder / file):
-            opened = os.open(folder / file, os.O_WRONLY | os.O_CREAT, 0o666)
-            try:
-                os.pwrite(opened, header, 0)
-                os.fsync(opened)
-            finally:
-                os.close(opened)
+        with _shared_file(folder / file) as opened:
+            os.pwrite(opened, header, 0)
 
 
 def make_header_entries(plan: FilePlan) -> dict[str, WrittenHeader]:
@@ -214,6 +204,19 @@ def write_small_file(path: Location, content: bytes) -> None:
     """
     with convert_write_errors(path):
         write_atomically(path, content)
+
+
+@contextlib.contextmanager
+def _shared_file(path: Path) -> Iterator[int]:
+    """Open a file that others may write to as well, and create it if it does not exist; at the end
+    of the block what it wrote is on the disk."""
+    with convert_write_errors(path):
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+        try:
+            yield opened
+            os.fsync(opened)
+        finally:
+            os.close(opened)
 
 
 def _was_stopped(place: Location) -> str:

@@ -54,8 +54,12 @@ class EarlyStopWatcher(Watcher):
             return ()
         check_figure("eval.stop.metric", metric, evaluation.figures)
         value = evaluation.figures[metric_of(metric)]
-        known = self._known
-        if known is None or self._is_better(value, known["best"]):
+        known, goodness = self._known, self._goodness
+        if (
+            known is None
+            or math.isnan(known["best"])
+            or goodness(value) > goodness(known["best"]) + self._settings.least
+        ):
             known = {"best": value, "best_step": step, "waited": 0}
         else:
             known = {**known, "waited": known["waited"] + 1}
@@ -89,11 +93,6 @@ class EarlyStopWatcher(Watcher):
         metric."""
         known = self._summary.get(_SUMMARY_KEY)
         return known if known and known["metric"] == self._settings.metric else None
-
-    def _is_better(self, value: float, best: float) -> bool:
-        if math.isnan(best):
-            return True
-        return self._goodness(value) > self._goodness(best) + self._settings.least
 
     def _goodness(self, value: float) -> float:
         is_reversed = self._settings.metric is not None and self._settings.metric.startswith("-")

@@ -6,7 +6,7 @@ A new watcher is a file beside this one, and a line in `RunLoop._begin_run`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hybridrl.batch.call_record import CallRecord
 from hybridrl.trainers.trainer import StepResult
@@ -91,3 +91,10 @@ class Watcher:
     def on_run_end(self) -> Iterable[Finding]:
         """Called when the last step is done."""
         return ()
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of it, as plain data."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned in an earlier process."""
