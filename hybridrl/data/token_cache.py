@@ -231,8 +231,6 @@ def _fill(
         [sys.executable, "-m", "hybridrl.data.block_program"],
         pickle.dumps((recipe, tokenizer)),
         {**without_secrets(os.environ, ()), **fixed, "PYTHONPATH": os.pathsep.join(sys.path)},
-        functools.partial(pickle.dumps, protocol=5),
-        pickle.loads,
     )
     noted: dict[int, dict[str, Any]] = {}
     failed: dict[int, Exception] = {}
@@ -245,7 +243,7 @@ def _fill(
             room = 0 if failed else count + min(count, _MOST_WAITING) - len(waiting)
             for number, block in itertools.islice(blocks, room):
                 waiting[number] = block
-                pool.submit([WorkItem(number, functools.partial(_hand_out, block), math.inf, True)])
+                pool.submit([WorkItem(number, lambda _, block=block: block, math.inf, True)])
             if not waiting:
                 break
             progress(f"tokenizing {recipe.place} (MiB)", done >> 20, max(done, size, 1 << 20) >> 20)
@@ -272,10 +270,6 @@ def _fill(
         "stamp": _read_stamp(Path(rows.name)),
         "blocks": [noted[number] for number in sorted(noted)],
     }
-
-
-def _hand_out(block: RowBlock, _: int) -> RowBlock:
-    return block
 
 
 def _explain_failure(result: ItemResult, block: RowBlock, recipe: RowRecipe) -> Exception:

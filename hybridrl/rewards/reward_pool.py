@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
-import pickle
 import sys
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -97,8 +95,6 @@ class RewardPool:
             [sys.executable, "-m", "hybridrl.rewards.reward_program"],
             (self._specs, sys.path, timeout_s, given, settings, named_by, cache is not None),
             without_secrets(os.environ, env),
-            functools.partial(pickle.dumps, protocol=pickle.HIGHEST_PROTOCOL),
-            pickle.loads,
         )
         self._pool = ProcessPool(spec, processes, _CONCURRENT_ROWS)
         self._pool.start(processes)
