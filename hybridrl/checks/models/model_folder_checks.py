@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridrl.errors import ConfigError, suggest_name
 from hybridrl.system.bounded_files import load_object
-from hybridrl.system.hub_access import find_hub_problem
+from hybridrl.system.hub_access import find_hub_problem, may_be_hub_name
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -98,11 +98,6 @@ def check_hub_model(path: str, setting: str) -> None:
             f"Face hub {why}. Give the path of a folder, or put the model into the hub's cache on "
             "this machine (`hf download`)."
         )
-
-
-def may_be_hub_name(path: str) -> bool:
-    """Return whether a path has the form of a hub name."""
-    return bool(path) and not path.startswith((".", "/", "~")) and path.count("/") <= 1
 
 
 def _check_model_path(path: str, setting: str) -> None:
