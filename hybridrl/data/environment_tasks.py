@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
-
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import DataConfig, EnvironmentConfig
 from hybridrl.data.held_out import DataSplits
@@ -49,13 +47,8 @@ def load_environment_tasks(
     training, kept = list_environment_tasks(environment, held_out, seed)
 
     def tokenized(rows: Sequence[dict[str, Any]]) -> Batch:
-        try:
-            table = table_of(rows)
-        except (pa.ArrowException, OverflowError, UnicodeError) as error:
-            raise ConfigError(
-                f"environment.name={environment.name} gave tasks whose columns are not of one kind "
-                f"each: {error}"
-            ) from error
+        complaint = "gave tasks whose columns are not of one kind each"
+        table = table_of(rows, f"environment.name={environment.name} {complaint}")
         how = DataConfig(
             max_prompt_tokens=config.max_prompt_tokens,
             chat_template_options=config.chat_template_options,
