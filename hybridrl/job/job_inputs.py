@@ -27,7 +27,7 @@ from hybridrl.data.duplicates import HELD_OUT_NAME, DuplicateReport, find_duplic
 from hybridrl.data.environment_tasks import ENVIRONMENT_TASK
 from hybridrl.data.job_data import JobData, load_job_data, longest
 from hybridrl.data.mixture import collect_task_characters
-from hybridrl.data.refused_rows import checked_by, collected
+from hybridrl.data.refused_rows import collected
 from hybridrl.data.row_keys import TEXT_KEY, TOKENS_KEY, remove_keys
 from hybridrl.data.task_blocks import TASK
 from hybridrl.data.token_cache import used_by
@@ -129,7 +129,7 @@ def load_job_inputs(
                 if config.data.chat is not False and (said := remark_on_ends(path, tokenizer)):
                     remarks.append(said)
             check_chat_template(config, tokenizer)
-            with collected() as refused, checked_by(check_tests(config, progress)):
+            with collected(check_tests(config, progress)) as refused:
                 rows, sets = load_job_rows(config, trainer.DATA, tokenizer, progress)
     if config.environment.name is not None and config.data.task != ENVIRONMENT_TASK:
         with problems.noted():  # whose own tasks would have loaded it
