@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,7 @@ from hybridrl.data.refused_rows import collected
 from hybridrl.data.row_keys import TEXT_KEY, TOKENS_KEY, remove_keys
 from hybridrl.data.task_blocks import TASK
 from hybridrl.data.token_cache import used_by
-from hybridrl.environments.rows import check_environment_loads
+from hybridrl.environments.environment_pool import EnvironmentPool
 from hybridrl.errors import ConfigError, ErrorCollector
 from hybridrl.evaluation.eval_sets import evaluates_held_out, needs_held_out_rows, resolve_eval_sets
 from hybridrl.evaluation.loaded_sets import load_eval_sets, longest_evaluated
@@ -132,8 +133,8 @@ def load_job_inputs(
             with collected(check_tests(config, progress)) as refused:
                 rows, sets = load_job_rows(config, trainer.DATA, tokenizer, progress)
     if config.environment.name is not None and config.data.task != ENVIRONMENT_TASK:
-        with problems.noted():  # whose own tasks would have loaded it
-            check_environment_loads(config.environment)
+        with problems.noted(), closing(EnvironmentPool(config.environment)) as pool:
+            pool.load()  # as its own tasks would have
     evaluated = 0
     if rows is not None:
         evaluated = longest_evaluated(config, sets)
