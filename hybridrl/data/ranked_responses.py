@@ -12,7 +12,7 @@ from hybridrl.errors import RowError
 
 
 class RankedPair(NamedTuple):
-    """Two responses of a ranking, and how much better the first one is."""
+    """Two responses to a prompt, and how much better the first one is."""
 
     better: Any
     worse: Any
@@ -42,7 +42,11 @@ def list_ranked_pairs(
         )
     if columns[1] is None:
         values = [0.0] * len(responses)
-    elif not _are_numbers(scores) or len(scores) != len(responses):
+    elif not (
+        isinstance(scores, list)
+        and all(map(is_finite_number, scores))
+        and len(scores) == len(responses)
+    ):
         raise RowError(
             f"{row} has {scores!r:.80} in the column `{columns[1]}` (`{row / 'scores_column'}`), "
             f"expected a list of {len(responses)} finite numbers, one for each response.",
@@ -58,7 +62,6 @@ def list_ranked_pairs(
     return [pair for pair in found if columns[1] is None or pair.margin > 0]
 
 
-def _are_numbers(values: Any) -> bool:
-    return isinstance(values, list) and all(
-        isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) for x in values
-    )
+def is_finite_number(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)
