@@ -103,8 +103,8 @@ def tokenize_preference_pairs(
         if ranked_column is None:
             found = [RankedPair(*cells)]
         else:
-            both = (ranked_column, scores_column)
-            found = list_ranked_pairs(row, *cells, both, reader.config.ranked_pairs)
+            of_ranking = (ranked_column, scores_column)
+            found = list_ranked_pairs(row, *cells, of_ranking, reader.config.ranked_pairs)
         return [
             _read_pair(reader, row, tools, (prompt, one.better, one.worse), columns)._replace(
                 margin=one.margin
