@@ -67,18 +67,17 @@ def problems(
     for number, task in enumerate(tasks):
         learned = _split_evenly(rows, number, len(tasks))
         kept = _split_evenly(count_held_out, number, len(tasks))
-        text = json.dumps(
-            options.get(task, {}) | {"seed": seed, "size": _OVERSAMPLING * (learned + kept)}
-        )
-        found = _make_distinct_rows(task, text, learned + kept)
-        if len(found) < learned + kept:
+        wanted = learned + kept
+        text = json.dumps(options.get(task, {}) | {"seed": seed, "size": _OVERSAMPLING * wanted})
+        found = _make_distinct_rows(task, text, wanted)
+        if len(found) < wanted:
             kept = min(kept, int(MAX_HELD_OUT_SHARE * len(found)))
             _log.warning(
                 "%s has %d different problems with these parameters, fewer than the %d that %s and "
                 "%s ask for.",
                 task,
                 len(found),
-                learned + _split_evenly(count_held_out, number, len(tasks)),
+                wanted,
                 *(origin / "rows", origin.held_out),
             )
         held_out += found[:kept]
