@@ -1,9 +1,12 @@
-"""Tokenizing preference pairs: a chosen and a rejected response to one prompt."""
+"""Tokenizing preference pairs: a chosen and a rejected response to one prompt, or the pairs of a
+ranking."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,13 +23,20 @@ from hybridrl.data.message_cells import (
     parse_prompt_messages,
     read_prompt_messages,
 )
-from hybridrl.data.ranked_responses import RankedPair, is_finite_number, list_ranked_pairs
 from hybridrl.data.row_origin import DataRow
 from hybridrl.data.row_reader import RowReader, check_some, join_rows, only_rows
 from hybridrl.data.task_blocks import TASK
 from hybridrl.errors import DataError, RowError
 
 _SPEAKER = re.compile(r"(?:\A|\n\n)(Human|Assistant): ?")
+
+
+class _ResponsePair(NamedTuple):
+    """Two responses to a prompt, and how much better the first one is."""
+
+    better: Any
+    worse: Any
+    margin: float
 
 
 class _PairTexts(NamedTuple):
@@ -57,7 +67,7 @@ def tokenize_preference_pairs(
 
     Args:
         margin_column: How much better the chosen answer is, a finite number; None: 0 for all.
-        ranked_column: Lists of answers, of which `list_ranked_pairs` makes the pairs, in place of
+        ranked_column: Lists of answers, of which `_list_ranked_pairs` makes the pairs, in place of
             the columns above; None: there are none.
         scores_column: Of the scores of those answers; None: the lists begin with the best one.
         task_column: Of the names of tasks; None: there are none.
@@ -81,7 +91,7 @@ def tokenize_preference_pairs(
             scores = reader.cells(rows, scores_column, "scores_column")
         sides: list[Sequence[Any]] = [ranked, scores]
         named = {"ranked_column": ranked_column}
-        texts_of_rows = [one for row in ranked if isinstance(row, list) for one in row]
+        texts_of_rows: Sequence[Any] = [o for row in ranked if isinstance(row, list) for o in row]
     else:
         named = {"chosen_column": str(chosen_column), "rejected_column": str(rejected_column)}
         sides = [reader.cells(rows, name, setting) for setting, name in named.items()]
@@ -101,10 +111,11 @@ def tokenize_preference_pairs(
 
     def read(row: DataRow, tools: Any, prompt: Any, *cells: Any) -> list[_PairTexts]:
         if ranked_column is None:
-            found = [RankedPair(*cells)]
+            found = [_ResponsePair(*cells)]
         else:
-            of_ranking = (ranked_column, scores_column)
-            found = list_ranked_pairs(row, *cells, of_ranking, reader.config.ranked_pairs)
+            answers, of_answers = cells
+            both = (ranked_column, scores_column)
+            found = _list_ranked_pairs(row, answers, of_answers, both, reader.config.ranked_pairs)
         return [
             _read_pair(reader, row, tools, (prompt, one.better, one.worse), columns)._replace(
                 margin=one.margin
@@ -216,6 +227,54 @@ def _read_pair(
     return _PairTexts(first[0], first[1], second[1], is_chat=True)
 
 
+def _list_ranked_pairs(
+    row: DataRow, responses: Any, scores: Any, columns: tuple[str, str | None], which: str
+) -> list[_ResponsePair]:
+    """Return the pairs of a ranking, the better response first; none of equal scores.
+
+    Args:
+        responses: Of the row, the best one first if there are no `scores`.
+        scores: A number for each response, whose differences are the margins; None if `columns` has
+            none.
+        columns: Those of responses and scores, for messages.
+        which: `all` pairs, or the `ends`, the best and the worst response.
+
+    Raises:
+        RowError: if they are no lists, of two responses at least and as many numbers.
+    """
+    if not isinstance(responses, list) or len(responses) < 2:
+        raise RowError(
+            f"{row} has {responses!r:.80} in the column `{columns[0]}` "
+            f"(`{row / 'ranked_column'}`), expected a list of two responses or more.",
+            "without two responses",
+        )
+    if columns[1] is None:
+        values = [0.0] * len(responses)
+    elif not (
+        isinstance(scores, list)
+        and all(map(_is_finite_number, scores))
+        and len(scores) == len(responses)
+    ):
+        raise RowError(
+            f"{row} has {scores!r:.80} in the column `{columns[1]}` (`{row / 'scores_column'}`), "
+            f"expected a list of {len(responses)} finite numbers, one for each response.",
+            "without a score for each response",
+        )
+    else:
+        values = list(scores)
+    order = sorted(range(len(responses)), key=lambda place: -values[place])
+    places: Iterator[tuple[int, ...]] = combinations(order, 2)
+    if which == "ends":
+        places = iter([(order[0], order[-1])])
+    found = [_ResponsePair(responses[a], responses[b], values[a] - values[b]) for a, b in places]
+    return [pair for pair in found if columns[1] is None or pair.margin > 0]
+
+
+def _is_finite_number(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)
+
+
 def parse_hh_transcript(cell: Any) -> Any:
     """Parse a text whose messages begin with `Human: ` or `Assistant: ` after an empty line
     (Anthropic's HH-RLHF); return anything else unchanged."""
@@ -297,7 +356,7 @@ def _read_margins(
         return [0.0] * rows.num_rows
 
     def parse(value: Any) -> float | None:
-        return float(value) if is_finite_number(value) else None
+        return float(value) if _is_finite_number(value) else None
 
     expected = "a finite number"
     return reader.values(rows, margin_column, "margin_column", parse, expected, "without a margin")
