@@ -243,7 +243,7 @@ def _fill(
             room = 0 if failed else count + min(count, _MOST_WAITING) - len(waiting)
             for number, block in itertools.islice(blocks, room):
                 waiting[number] = block
-                pool.submit([WorkItem(number, lambda _, block=block: block, math.inf, True)])
+                pool.submit([WorkItem(number, functools.partial(_hand_out, block), math.inf, True)])
             if not waiting:
                 break
             progress(f"tokenizing {recipe.place} (MiB)", done >> 20, max(done, size, 1 << 20) >> 20)
@@ -270,6 +270,10 @@ def _fill(
         "stamp": _read_stamp(Path(rows.name)),
         "blocks": [noted[number] for number in sorted(noted)],
     }
+
+
+def _hand_out(block: RowBlock, _: int) -> RowBlock:
+    return block
 
 
 def _explain_failure(result: ItemResult, block: RowBlock, recipe: RowRecipe) -> Exception:
