@@ -43,7 +43,7 @@ from hybridrl.sandbox import python_runner as sandbox
 from hybridrl.rewards.code import passes_tests
 
 level = sys.argv[1]
-sandbox._try_confinement_levels = lambda: sandbox.SandboxConfinement(level, 0, "")
+sandbox._try_confinement_levels = lambda: sandbox.SandboxConfinement(level, 0)
 for line in sys.stdin:
     job = json.loads(line)
     limits = sandbox.SandboxLimits(**job.pop("limits"))

@@ -11,7 +11,7 @@ from hybridrl.composition.model_start import ACTOR_ROLE, resolve_model_folder
 from hybridrl.config.schema import Config, LoraAdapterConfig
 from hybridrl.errors import ConfigError
 from hybridrl.system.bounded_files import load_object
-from hybridrl.system.hub_access import may_be_hub_model
+from hybridrl.system.hub_access import may_be_hub_name
 
 DESCRIBED = "adapter_config.json"
 _PLAIN = {
@@ -110,7 +110,7 @@ def _base_folder(base: str, folder: Path, setting: str) -> str:
     for place in (Path(base).expanduser(), folder / base) if base else ():
         if place.exists():
             return str(place)
-    if may_be_hub_model(base):
+    if may_be_hub_name(base):
         return base
     raise ConfigError(
         f"{setting}={folder} holds adapters of the model {base or '(which it does not name)'}, "

@@ -17,11 +17,11 @@ from hybridrl.data.refused_rows import RefusedRows
 from hybridrl.data.row_origin import DataRow
 from hybridrl.data.table_columns import find_column, replace_column
 from hybridrl.errors import RowError
+from hybridrl.system.boxed_text import find_boxed_text
 
 _log = logging.getLogger(__name__)
 TESTS_COLUMN = "tests"
 """The column that `hybridrl.rewards.code:passes_tests` reads."""
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # with escapes, so that `\{` is passed over
 _BOX_COMMANDS = ("\\boxed{", "\\fbox{")
 
 
@@ -94,14 +94,8 @@ def _parse_boxed_answer(text: Any) -> str:
     is_bare = bare != solution and not any(box in bare for box in _BOX_COMMANDS)
     if is_bare and (found := str(re.split(r"[$\n]", bare)[0]).strip()):
         return found
-    start, mark = max((solution.rfind(mark), mark) for mark in _BOX_COMMANDS)
-    depth = 0
-    for brace in _BRACE.finditer(solution, start) if start >= 0 else ():
-        depth += {"{": 1, "}": -1}.get(brace.group(), 0)
-        if depth == 0 and brace.group() == "}":
-            if found := solution[start + len(mark) : brace.start()].strip():
-                return found
-            break
+    if found := (find_boxed_text(solution, _BOX_COMMANDS) or "").strip():
+        return found
     raise ValueError(
         f"the answer {shorten_value(solution)} has no `\\boxed{{}}` with something in it"
     )

@@ -7,7 +7,6 @@ import logging
 import pickle
 import zlib
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -95,5 +94,4 @@ class BlockProgram(logging.Handler):
 
 
 if __name__ == "__main__":
-    messages = child.Messages(partial(pickle.dumps, protocol=5), pickle.loads)
-    child.ItemServer(BlockProgram(), messages).serve()
+    child.ItemServer(BlockProgram()).serve()

@@ -273,8 +273,9 @@ class ChatRenderer:
         calls = any(message.get("tool_calls") for message in messages)
         self._counts["tools"] += bool(tools)
         self._counts["calls"] += calls and not tools
-        unread = {key for m in messages for key in _THOUGHTS & m.keys() if not self._reads(key)}
-        self._counts.update(unread)
+        template = "".join(template_sources(self._tokenizer))
+        thoughts = {key for m in messages for key in _THOUGHTS & m.keys()}
+        self._counts.update(key for key in thoughts if key not in template)
         shape = (*((m["role"], len(m.get("tool_calls", ()))) for m in messages), bool(tools), ask)
         if shape in self._shown:
             return
@@ -288,10 +289,6 @@ class ChatRenderer:
                 "with a message that the chat template leaves out",
             )
         self._shown.add(shape)
-
-    def _reads(self, key: str) -> bool:
-        """Return whether the template mentions a key of messages."""
-        return any(key in source for source in template_sources(self._tokenizer))
 
     def _left_out(self, talk: _Conversation, ask: bool) -> int | None:
         """Return the number of the first message that the template leaves out, itself or one of its

@@ -24,7 +24,7 @@ from hybridrl.data.table_columns import (
     without_views,
 )
 from hybridrl.errors import DataError, MissingPackageError, pip_install
-from hybridrl.system.hub_access import find_hub_problem
+from hybridrl.system.hub_access import find_hub_problem, may_be_hub_name
 
 TableReader = Callable[[Path, Mapping[str, str]], Iterable[pa.Table]]
 
@@ -47,7 +47,6 @@ EVAL_SPLITS = ("validation", "valid", "val", "dev", "eval", "test")
 """Splits to evaluate on, as files are named, the first choice first."""
 _SAVED_DATASET_FILES = ("dataset_dict.json", "dataset_info.json")
 _log = logging.getLogger(__name__)
-_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(:[\w.-]+)?")
 
 
 def find_rows(path: str, split: str | None, origin: RowOrigin = DATA) -> Any:
@@ -135,9 +134,9 @@ def find_common_format(files: list[Path]) -> str | None:
     return kinds.pop() if len(kinds) == 1 else None
 
 
-def may_be_hub_name(path: str) -> bool:
-    """Return whether the path has the form of a hub data set's name."""
-    return _HUB_NAME.fullmatch(path) is not None and _find_format(path) is None
+def may_be_dataset_name(path: str) -> bool:
+    """Return whether the path has the form of a hub data set's name, and not of a file's."""
+    return may_be_hub_name(path) and _find_format(path) is None
 
 
 def find_data_files(path: str, split: str | None = None, *, origin: RowOrigin = DATA) -> list[Path]:
@@ -147,7 +146,7 @@ def find_data_files(path: str, split: str | None = None, *, origin: RowOrigin = 
         DataError: if it can be neither.
     """
     files = _list_files(path, split, origin)
-    if not files and not may_be_hub_name(path):
+    if not files and not may_be_dataset_name(path):
         cure = "Give a JSON, CSV, Parquet or Arrow file, or the `owner/name` of a data set."
         if "," in path:
             cure += " Several files are named by their folder, or by a glob such as `data/*.jsonl`."

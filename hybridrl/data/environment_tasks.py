@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
-
-import pyarrow as pa
 
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import DataConfig, EnvironmentConfig
-from hybridrl.data.held_out import DataSplits
+from hybridrl.data.held_out import MAX_HELD_OUT_SHARE, DataSplits
 from hybridrl.data.prompts import tokenize_prompts
 from hybridrl.data.row_reader import RowReader
 from hybridrl.data.table_columns import table_of
-from hybridrl.environments.rows import list_environment_tasks
+from hybridrl.environments.environment_pool import EnvironmentPool
 from hybridrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,13 +49,8 @@ def load_environment_tasks(
     training, kept = list_environment_tasks(environment, held_out, seed)
 
     def tokenized(rows: Sequence[dict[str, Any]]) -> Batch:
-        try:
-            table = table_of(rows)
-        except (pa.ArrowException, OverflowError, UnicodeError) as error:
-            raise ConfigError(
-                f"environment.name={environment.name} gave tasks whose columns are not of one kind "
-                f"each: {error}"
-            ) from error
+        complaint = "gave tasks whose columns are not of one kind each"
+        table = table_of(rows, f"environment.name={environment.name} {complaint}")
         how = DataConfig(
             max_prompt_tokens=config.max_prompt_tokens,
             chat_template_options=config.chat_template_options,
@@ -65,3 +60,40 @@ def load_environment_tasks(
         return tokenize_prompts(RowReader(tokenizer, how), table, "prompt", answers)
 
     return DataSplits(tokenized(training), tokenized(kept) if kept else None)
+
+
+def list_environment_tasks(
+    config: EnvironmentConfig, count_held_out: int, seed: int
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Ask the environment for its tasks, and split them into rows to learn from and rows to
+    evaluate on.
+
+    Args:
+        count_held_out: How many to evaluate on; fewer if the environment has few.
+        seed: Of their draw.
+
+    Returns:
+        Rows to learn from, at most `environment.tasks`, and rows to evaluate on. Each has a
+        `prompt`, a text, and what the environment needs to play it.
+
+    Raises:
+        ConfigError: if there are none, or they are no rows.
+    """
+    with closing(EnvironmentPool(config)) as pool:
+        rows = pool.rows(config.tasks + count_held_out)
+    wrong = next((row for row in rows if not isinstance(row, dict)), None)
+    if wrong is not None or not rows:
+        shown = f"a task that is {wrong!r:.100}" if rows else "no tasks"
+        raise ConfigError(
+            f"environment.name={config.name} gave {shown}, expected dictionaries, one for each "
+            "episode."
+        )
+    number = min(count_held_out, int(MAX_HELD_OUT_SHARE * len(rows)))
+    if len(rows) == config.tasks + count_held_out:
+        number = count_held_out
+    held_out = set(random.Random(seed).sample(range(len(rows)), number))
+    # A prompt of no characters has no tokens; programs that open a conversation themselves may
+    # have none.
+    rows = [row | {"prompt": str(row.get("prompt") or "\n")} for row in rows]
+    kept = [row for number, row in enumerate(rows) if number in held_out]
+    return [row for number, row in enumerate(rows) if number not in held_out], kept

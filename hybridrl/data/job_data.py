@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hybridrl.batch.batch import Batch
@@ -120,12 +119,7 @@ def with_rows(config: Config, rows: Any, folder: Path) -> Config:
     elif hasattr(rows, "with_format") and hasattr(rows, "column_names"):  # a datasets.Dataset
         table = rows.with_format("arrow")[:]
     elif isinstance(rows, Sequence) and rows and all(isinstance(row, Mapping) for row in rows):
-        try:
-            table = table_of(rows)
-        except (pa.ArrowException, OverflowError, UnicodeError) as error:
-            raise ConfigError(
-                f"Job(data=...): the values of a column must be of one kind: {error}"
-            ) from error
+        table = table_of(rows, "Job(data=...): the values of a column must be of one kind")
     else:
         raise ConfigError(
             f"Job(data=...) is a {type(rows).__name__}; it must be a list of dictionaries with at "

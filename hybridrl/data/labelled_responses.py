@@ -10,10 +10,8 @@ import torch
 
 from hybridrl.batch.batch import Batch
 from hybridrl.data.preference_pairs import split_pairs_into_samples, tokenize_preference_pairs
-from hybridrl.data.row_origin import DataRow
 from hybridrl.data.row_reader import RowReader
 from hybridrl.data.supervised_tokens import tokenize_examples
-from hybridrl.errors import RowError
 
 
 def tokenize_labelled_responses(
@@ -29,16 +27,11 @@ def tokenize_labelled_responses(
             nor false; names the row.
     """
 
-    def read(row: DataRow, value: Any) -> float:
-        if value not in (0, 1):  # also false and true
-            raise RowError(
-                f"{row} has {value!r} in the column `{label_column}` (`{row / 'label_column'}`), "
-                "expected true or false.",
-                "without a label",
-            )
-        return float(value)
+    def parse(value: Any) -> float | None:
+        return float(value) if value in (0, 1) else None  # also false and true
 
-    found = reader.refused.map(read, reader.cells(rows, label_column, "label_column"))
+    expected = "true or false"
+    found = reader.values(rows, label_column, "label_column", parse, expected, "without a label")
     labels = np.array([v or 0.0 for v in found], dtype=np.float32)
     return tokenize_examples(reader, rows, prompt_column, response_column, {"label": labels})
 

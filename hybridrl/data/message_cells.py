@@ -90,19 +90,15 @@ def parse_prompt_messages(row: DataRow, cell: str | list[Any], role: str = "user
         DataError: naming the row, if a message lacks `role` or `content`, has other than text, or
             calls no function by its name.
     """
-    messages = (
-        [{"role": role, "content": cell}] if isinstance(cell, str) else _read_sharegpt(row, cell)
-    )
+    if isinstance(cell, str):
+        cell = [{"role": role, "content": cell}]
+    try:
+        messages = from_sharegpt(cell)
+    except ValueError as error:  # of a call
+        raise _malformed(row, f"whose call is no JSON ({error})", cell) from error
     for message in messages:
         _check_message(row, message)
     return read_messages(messages)
-
-
-def _read_sharegpt(row: DataRow, cell: list[Any]) -> list[Any]:
-    try:
-        return from_sharegpt(cell)
-    except ValueError as error:  # of a call
-        raise _malformed(row, f"whose call is no JSON ({error})", cell) from error
 
 
 def _check_message(row: DataRow, message: Any) -> None:

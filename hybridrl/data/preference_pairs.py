@@ -1,9 +1,12 @@
-"""Tokenizing preference pairs: a chosen and a rejected response to one prompt."""
+"""Tokenizing preference pairs: a chosen and a rejected response to one prompt, or the pairs of a
+ranking."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator, Sequence
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,13 +23,20 @@ from hybridrl.data.message_cells import (
     parse_prompt_messages,
     read_prompt_messages,
 )
-from hybridrl.data.ranked_responses import list_ranked_pairs
 from hybridrl.data.row_origin import DataRow
 from hybridrl.data.row_reader import RowReader, check_some, join_rows, only_rows
 from hybridrl.data.task_blocks import TASK
 from hybridrl.errors import DataError, RowError
 
 _SPEAKER = re.compile(r"(?:\A|\n\n)(Human|Assistant): ?")
+
+
+class _ResponsePair(NamedTuple):
+    """Two responses to a prompt, and how much better the first one is."""
+
+    better: Any
+    worse: Any
+    margin: float
 
 
 class _PairTexts(NamedTuple):
@@ -57,7 +67,7 @@ def tokenize_preference_pairs(
 
     Args:
         margin_column: How much better the chosen answer is, a finite number; None: 0 for all.
-        ranked_column: Lists of answers, of which `list_ranked_pairs` makes the pairs, in place of
+        ranked_column: Lists of answers, of which `_list_ranked_pairs` makes the pairs, in place of
             the columns above; None: there are none.
         scores_column: Of the scores of those answers; None: the lists begin with the best one.
         task_column: Of the names of tasks; None: there are none.
@@ -79,19 +89,18 @@ def tokenize_preference_pairs(
         scores: list[Any] = [None] * len(ranked)
         if scores_column is not None:
             scores = reader.cells(rows, scores_column, "scores_column")
-        sides, names = [ranked, scores], (ranked_column, ranked_column)
-        texts_of_rows = [one for row in ranked if isinstance(row, list) for one in row]
+        sides: list[Sequence[Any]] = [ranked, scores]
+        named = {"ranked_column": ranked_column}
+        texts_of_rows: Sequence[Any] = [o for row in ranked if isinstance(row, list) for o in row]
     else:
-        names = (str(chosen_column), str(rejected_column))
-        sides = [
-            reader.cells(rows, name, setting)
-            for name, setting in zip(names, ("chosen_column", "rejected_column"), strict=True)
-        ]
+        named = {"chosen_column": str(chosen_column), "rejected_column": str(rejected_column)}
+        sides = [reader.cells(rows, name, setting) for setting, name in named.items()]
         texts_of_rows = sides[0]
-    margins = _read_margins(reader, rows, margin_column)
+        sides.append(_read_margins(reader, rows, margin_column))
     tasks = _read_tasks(reader, rows, task_column) if task_column is not None else None
     check_some(sides[0])
-    columns = _PairColumns(prompt_column, *names)
+    names = [*named.values()]
+    columns = _PairColumns(prompt_column, names[0], names[-1])
     if prompt_column is not None and (
         prompt_column in rows.column_names or any(isinstance(one, str) for one in texts_of_rows)
     ):
@@ -102,10 +111,11 @@ def tokenize_preference_pairs(
 
     def read(row: DataRow, tools: Any, prompt: Any, *cells: Any) -> list[_PairTexts]:
         if ranked_column is None:
-            return [_read_pair(reader, row, tools, (prompt, *cells), columns)]
-        answers, of_answers = cells
-        named = (ranked_column, scores_column)
-        found = list_ranked_pairs(row, answers, of_answers, named, reader.config.ranked_pairs)
+            found = [_ResponsePair(*cells)]
+        else:
+            answers, of_answers = cells
+            both = (ranked_column, scores_column)
+            found = _list_ranked_pairs(row, answers, of_answers, both, reader.config.ranked_pairs)
         return [
             _read_pair(reader, row, tools, (prompt, one.better, one.worse), columns)._replace(
                 margin=one.margin
@@ -141,20 +151,14 @@ def tokenize_preference_pairs(
     ):
         kept = np.intersect1d(kept, within)
     if not len(kept):
-        said_columns = (
-            f"`{chosen_column}` (`{origin / 'chosen_column'}`) and `{rejected_column}` "
-            f"(`{origin / 'rejected_column'}`)"
-        )
-        if ranked_column is not None:
-            said_columns = f"`{ranked_column}` (`{origin / 'ranked_column'}`)"
+        columns_said = (f"`{name}` (`{origin / setting}`)" for setting, name in named.items())
         refused.doubt(
             DataError(
-                "No pair is left: in each, the responses in "
-                f"{said_columns} are the same, or `{origin / 'too_long'}=drop` dropped it."
+                f"No pair is left: in each, the responses in {' and '.join(columns_said)} are the "
+                f"same, or `{origin / 'too_long'}=drop` dropped it."
             )
         )
-    by_rank = np.array([pair.margin for pair in pairs], dtype=np.float32)
-    margins = margins[numbers] if ranked_column is None else by_rank
+    margins = np.array([pair.margin for pair in pairs], dtype=np.float32)
     columns_of_tokens = {"chosen_ids": chosen_ids, "rejected_ids": rejected_ids, "margin": margins}
     batch = Batch.from_columns({"prompt_ids": prompt_ids, **columns_of_tokens})
     if tasks is not None:
@@ -223,6 +227,54 @@ def _read_pair(
     return _PairTexts(first[0], first[1], second[1], is_chat=True)
 
 
+def _list_ranked_pairs(
+    row: DataRow, responses: Any, scores: Any, columns: tuple[str, str | None], which: str
+) -> list[_ResponsePair]:
+    """Return the pairs of a ranking, the better response first; none of equal scores.
+
+    Args:
+        responses: Of the row, the best one first if there are no `scores`.
+        scores: A number for each response, whose differences are the margins; None if `columns` has
+            none.
+        columns: Those of responses and scores, for messages.
+        which: `all` pairs, or the `ends`, the best and the worst response.
+
+    Raises:
+        RowError: if they are no lists, of two responses at least and as many numbers.
+    """
+    if not isinstance(responses, list) or len(responses) < 2:
+        raise RowError(
+            f"{row} has {responses!r:.80} in the column `{columns[0]}` "
+            f"(`{row / 'ranked_column'}`), expected a list of two responses or more.",
+            "without two responses",
+        )
+    if columns[1] is None:
+        values = [0.0] * len(responses)
+    elif not (
+        isinstance(scores, list)
+        and all(map(_is_finite_number, scores))
+        and len(scores) == len(responses)
+    ):
+        raise RowError(
+            f"{row} has {scores!r:.80} in the column `{columns[1]}` (`{row / 'scores_column'}`), "
+            f"expected a list of {len(responses)} finite numbers, one for each response.",
+            "without a score for each response",
+        )
+    else:
+        values = list(scores)
+    order = sorted(range(len(responses)), key=lambda place: -values[place])
+    places: Iterator[tuple[int, ...]] = combinations(order, 2)
+    if which == "ends":
+        places = iter([(order[0], order[-1])])
+    found = [_ResponsePair(responses[a], responses[b], values[a] - values[b]) for a, b in places]
+    return [pair for pair in found if columns[1] is None or pair.margin > 0]
+
+
+def _is_finite_number(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)
+
+
 def parse_hh_transcript(cell: Any) -> Any:
     """Parse a text whose messages begin with `Human: ` or `Assistant: ` after an empty line
     (Anthropic's HH-RLHF); return anything else unchanged."""
@@ -288,32 +340,23 @@ def _stripped_contents(messages: list[Message]) -> list[Any]:
 
 
 def _read_tasks(reader: RowReader, rows: pa.Table, task_column: str) -> list[str]:
-    def read(row: DataRow, value: Any) -> str:
-        if isinstance(value, bool) or not isinstance(value, int | str) or not str(value).strip():
-            raise RowError(
-                f"{row} has {value!r} in the column `{task_column}` (`{row / 'task_column'}`), "
-                "expected the name of an annotator, domain or user: text or a whole number.",
-                "without a task",
-            )
-        return str(value)
+    def parse(value: Any) -> str | None:
+        is_name = isinstance(value, int | str) and not isinstance(value, bool)
+        return str(value) if is_name and str(value).strip() else None
 
-    found = reader.refused.map(read, reader.cells(rows, task_column, "task_column"))
+    expected = "the name of an annotator, domain or user: text or a whole number"
+    found = reader.values(rows, task_column, "task_column", parse, expected, "without a task")
     return ["" if name is None else name for name in found]
 
 
-def _read_margins(reader: RowReader, rows: pa.Table, margin_column: str | None) -> np.ndarray:
+def _read_margins(
+    reader: RowReader, rows: pa.Table, margin_column: str | None
+) -> Sequence[float | None]:
     if margin_column is None:
-        return np.zeros(rows.num_rows, dtype=np.float32)
+        return [0.0] * rows.num_rows
 
-    def read(row: DataRow, value: Any) -> float:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value):
-            raise RowError(
-                f"{row} has {value!r} in the column `{margin_column}` (`{row / 'margin_column'}`), "
-                "expected a finite number.",
-                "without a margin",
-            )
-        return float(value)
+    def parse(value: Any) -> float | None:
+        return float(value) if _is_finite_number(value) else None
 
-    found = reader.refused.map(read, reader.cells(rows, margin_column, "margin_column"))
-    return np.array([math.nan if v is None else v for v in found], dtype=np.float32)
+    expected = "a finite number"
+    return reader.values(rows, margin_column, "margin_column", parse, expected, "without a margin")

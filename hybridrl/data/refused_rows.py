@@ -22,35 +22,27 @@ if TYPE_CHECKING:
 Found = TypeVar("Found")
 RowCheck: TypeAlias = "Callable[[DataConfig, pa.Table, RefusedRows], None]"
 
-_collected: ContextVar[list[RefusedRows] | None] = ContextVar("refused rows", default=None)
-_row_check: ContextVar[RowCheck] = ContextVar("row check", default=lambda *_: None)
+_watch: ContextVar[tuple[RowCheck | None, list[RefusedRows]]] = ContextVar("watch of rows")
 _log = logging.getLogger(__name__)
 
 
 @contextmanager
-def checked_by(check: RowCheck) -> Iterator[None]:
-    """Within the context, have rows of files checked before they are tokenized."""
-    token = _row_check.set(check)
-    try:
-        yield
-    finally:
-        _row_check.reset(token)
-
-
-def check_rows(settings: DataConfig, rows: pa.Table, refused: RefusedRows) -> None:
-    """Have rows that are read with these settings checked; see `checked_by`."""
-    _row_check.get()(settings, rows, refused)
-
-
-@contextmanager
-def collected() -> Iterator[list[RefusedRows]]:
-    """Within the context, collect the rows that are left out of data, an entry for each table."""
+def collected(check: RowCheck | None = None) -> Iterator[list[RefusedRows]]:
+    """Within the context, have rows of files checked before they are tokenized, and collect the
+    rows that are left out of data, an entry for each table."""
     found: list[RefusedRows] = []
-    token = _collected.set(found)
+    token = _watch.set((check, found))
     try:
         yield found
     finally:
-        _collected.reset(token)
+        _watch.reset(token)
+
+
+def check_rows(settings: DataConfig, rows: pa.Table, refused: RefusedRows) -> None:
+    """Have rows that are read with these settings checked; see `collected`."""
+    check, _ = _watch.get((None, []))
+    if check is not None:
+        check(settings, rows, refused)
 
 
 class RefusedRows:
@@ -210,8 +202,7 @@ class RefusedRows:
         """
         self._check()
         if self._errors:
-            if (found := _collected.get()) is not None:
-                found.append(self)
+            _watch.get((None, []))[1].append(self)
             _log.warning(
                 "Left out %d of the %d rows of %s (%s=drop): %s. %s",
                 len(self._errors),

@@ -23,7 +23,7 @@ from hybridrl.data.message_cells import check_chat_allowed, check_no_nul
 from hybridrl.data.refused_rows import RefusedRows
 from hybridrl.data.row_origin import DataRow, RowOrigin
 from hybridrl.data.table_columns import TOOLS, find_column
-from hybridrl.errors import ConfigError, DataError
+from hybridrl.errors import ConfigError, DataError, RowError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,6 +73,37 @@ class RowReader:
         except DataError as error:
             self.refused.doubt(error)
             return [None] * rows.num_rows
+
+    def values(
+        self,
+        rows: pa.Table,
+        column: str,
+        setting: str,
+        parse: Callable[[Any], Found | None],
+        expected: str,
+        reason: str,
+    ) -> list[Found | None]:
+        """Return what `parse` makes of the cells of a column; None in the place of those that it
+        makes None of, whose rows are refused.
+
+        Args:
+            expected: What it wanted, for messages.
+            reason: See `RowError`.
+
+        Raises:
+            DataError: as `cells`.
+        """
+
+        def read(row: DataRow, cell: Any) -> Found:
+            if (found := parse(cell)) is None:
+                raise RowError(
+                    f"{row} has {cell!r} in the column `{column}` (`{row / setting}`), expected "
+                    f"{expected}.",
+                    reason,
+                )
+            return found
+
+        return self.refused.map(read, self.cells(rows, column, setting))
 
     def read(
         self, rows: pa.Table, read: Callable[..., Found], *columns: Sequence[Any]

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hybridrl.batch.arrow_columns import json_column, python_values
-from hybridrl.errors import DataError, RowError, suggest_name
+from hybridrl.errors import ConfigError, DataError, HybridRLError, RowError, suggest_name
 
 TOOLS = "tools"
 """What the column of tools is called unless `data.tools_column` says otherwise."""
@@ -74,14 +74,19 @@ def arrow_column(values: Sequence[Any]) -> pa.Array:
     return pa.array(values)
 
 
-def table_of(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
+def table_of(
+    rows: Sequence[Mapping[str, Any]], complaint: str, kind: type[HybridRLError] = ConfigError
+) -> pa.Table:
     """Return rows as a table; a key that a row lacks is null.
 
     Raises:
-        ArrowException, OverflowError, UnicodeError: if no column can hold the values of a key.
+        kind: if no column can hold the values of a key; the sentence begins with `complaint`.
     """
     names = dict.fromkeys(name for row in rows for name in row)
-    return pa.table({name: arrow_column([row.get(name) for row in rows]) for name in names})
+    try:
+        return pa.table({name: arrow_column([row.get(name) for row in rows]) for name in names})
+    except (pa.ArrowException, OverflowError, UnicodeError) as error:
+        raise kind(f"{complaint}: {error}") from error
 
 
 def add_nested_columns(table: pa.Table, names: Collection[str]) -> pa.Table:

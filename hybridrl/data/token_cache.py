@@ -231,8 +231,6 @@ def _fill(
         [sys.executable, "-m", "hybridrl.data.block_program"],
         pickle.dumps((recipe, tokenizer)),
         {**without_secrets(os.environ, ()), **fixed, "PYTHONPATH": os.pathsep.join(sys.path)},
-        functools.partial(pickle.dumps, protocol=5),
-        pickle.loads,
     )
     noted: dict[int, dict[str, Any]] = {}
     failed: dict[int, Exception] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+from hybridrl.conversations.rendering import special_tokens
 from hybridrl.conversations.turn_ends import closing_token
 from hybridrl.data.encoding import find_end_token
 from hybridrl.errors import ConfigError
@@ -33,9 +34,8 @@ class TokenSpelling:
         closing = closing_token(tokenizer)
         self.end = find_end_token(tokenizer) if closing is None else closing
         added = tokenizer.added_tokens_decoder
-        names = {*tokenizer.all_special_tokens, *(t.content for t in added.values() if t.special)}
-        vocabulary = tokenizer.get_vocab()
-        self.control = {name: vocabulary[name] for name in names if name in vocabulary}
+        vocabulary, special = tokenizer.get_vocab(), special_tokens(tokenizer)
+        self.control = {name: vocabulary[name] for name in special if name in vocabulary}
         plain = {token.content for token in added.values()} - self.control.keys()
         alphabet: dict[str, int] = {}
         if _is_byte_level(tokenizer):

@@ -8,7 +8,8 @@ from typing import Any
 
 from hybridrl.config.constraints import RegexWithGroup
 from hybridrl.errors import ConfigError
-from hybridrl.rewards.builtin_rewards import find_boxed_text, find_final_number
+from hybridrl.rewards.builtin_rewards import find_final_number
+from hybridrl.system.boxed_text import find_boxed_text
 
 AnswerExtractor = Callable[[str], str | None]
 """The answer of a response; None: it gives none."""

@@ -160,10 +160,7 @@ class EvaluatedModel:
         for row, answer in zip(rows, given, strict=True):
             row["answer"] = row.get("answer", "") if answer is None else answer
         has_answers = all(str(row["answer"]).strip() for row in rows)
-        try:
-            table = table_of(rows)
-        except (pa.ArrowException, OverflowError) as error:
-            raise DataError(f"The prompts must all be of one kind: {error}") from error
+        table = table_of(rows, "The prompts must all be of one kind", DataError)
         how = DataConfig(
             max_prompt_tokens=self._data.max_prompt_tokens,
             chat_template_options=self._data.chat_template_options,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,11 +28,11 @@ from hybridrl.data.duplicates import HELD_OUT_NAME, DuplicateReport, find_duplic
 from hybridrl.data.environment_tasks import ENVIRONMENT_TASK
 from hybridrl.data.job_data import JobData, load_job_data, longest
 from hybridrl.data.mixture import collect_task_characters
-from hybridrl.data.refused_rows import checked_by, collected
+from hybridrl.data.refused_rows import collected
 from hybridrl.data.row_keys import TEXT_KEY, TOKENS_KEY, remove_keys
 from hybridrl.data.task_blocks import TASK
 from hybridrl.data.token_cache import used_by
-from hybridrl.environments.rows import check_environment_loads
+from hybridrl.environments.environment_pool import EnvironmentPool
 from hybridrl.errors import ConfigError, ErrorCollector, HybridRLError
 from hybridrl.evaluation.eval_sets import evaluates_held_out, needs_held_out_rows, resolve_eval_sets
 from hybridrl.evaluation.loaded_sets import load_eval_sets, longest_evaluated
@@ -146,11 +147,11 @@ def load_job_inputs(
                 if config.data.chat is not False and (said := remark_on_ends(path, tokenizer)):
                     remarks.append(said)
             check_chat_template(config, tokenizer)
-            with collected() as refused, checked_by(check_tests(config, progress)):
+            with collected(check_tests(config, progress)) as refused:
                 rows, sets = load_job_rows(config, trainer.DATA, tokenizer, progress)
     if config.environment.name is not None and config.data.task != ENVIRONMENT_TASK:
-        with problems.noted():  # whose own tasks would have loaded it
-            check_environment_loads(config.environment)
+        with problems.noted(), closing(EnvironmentPool(config.environment)) as pool:
+            pool.load()  # as its own tasks would have
     evaluated = 0
     if rows is not None:
         evaluated = longest_evaluated(config, sets)

@@ -22,7 +22,7 @@ from hybridrl.data import data_files
 from hybridrl.errors import ErrorCollector
 from hybridrl.job.job_inputs import JobInputs, load_job_inputs
 from hybridrl.planner.sample_lengths import parse_sample_lengths
-from hybridrl.system.hub_access import may_be_hub_model
+from hybridrl.system.hub_access import may_be_hub_name
 from hybridrl.trainers.role_spec import RoleSpec
 
 
@@ -115,13 +115,13 @@ def _find_unavailable_inputs(config: Config, plans: bool, is_elsewhere: bool) ->
             continue
         is_described = False
         is_data = setting.startswith(("data.", "eval."))
-        may_be_hub_name = data_files.may_be_hub_name if is_data else may_be_hub_model
+        may_be_name = data_files.may_be_dataset_name if is_data else may_be_hub_name
         place = Path(path).expanduser()
         if place.exists():
             has_config = plans and (place / "config.json").is_file()
             is_described = has_config and not model_folder_checks.has_weights(place)
             why = "it has no weights" if is_described else ""
-        elif not may_be_hub_name(path):
+        elif not may_be_name(path):
             why = "it is not on this machine" if is_elsewhere else ""
         else:
             why = "it is no file or folder here"

@@ -20,6 +20,7 @@ import inspect
 import math
 import mmap
 import os
+import pickle
 import signal
 import socket
 import struct
@@ -39,6 +40,10 @@ _WORN_S = 5.0
 _item: contextvars.ContextVar[int] = contextvars.ContextVar("item", default=0)
 
 
+def pickle_message(message: Any) -> bytes:
+    return pickle.dumps(message, protocol=5)
+
+
 class Messages:
     """Puts messages together from bytes that arrive in pieces of any size, and takes them apart.
 
@@ -46,7 +51,11 @@ class Messages:
         dumps, loads: make bytes of a message, and the message again.
     """
 
-    def __init__(self, dumps: Callable[[Any], bytes], loads: Callable[[bytes], Any]) -> None:
+    def __init__(
+        self,
+        dumps: Callable[[Any], bytes] = pickle_message,
+        loads: Callable[[bytes], Any] = pickle.loads,
+    ) -> None:
         self._dumps, self._loads = dumps, loads
         self._buffer = bytearray()
 
@@ -108,15 +117,16 @@ class ItemServer:
         program: `start(setup, server)`, which may be asynchronous and gives what the pool learns of
             it; `run(payload)` for an item, asynchronous; `run_blocking(payload)`; and
             `explain(error)`, the status and the text of what either raised.
+        messages: None: they are pickled.
     """
 
-    def __init__(self, program: Any, messages: Messages) -> None:
+    def __init__(self, program: Any, messages: Messages | None = None) -> None:
         connection, page = map(int, sys.argv[1:3])
         del sys.argv[1:]
         self._socket = socket.socket(fileno=connection)
         os.set_inheritable(connection, False)
         self._page = memoryview(mmap.mmap(page, mmap.PAGESIZE)).cast("q")
-        self._program, self._messages = program, messages
+        self._program, self._messages = program, messages or Messages()
         self._loop = MarkingEventLoop(self._page)
         self._blocking: deque[tuple[int, float, Any]] = deque()
         self._tasks: dict[int, asyncio.Task[None]] = {}

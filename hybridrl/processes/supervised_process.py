@@ -8,6 +8,7 @@ import json
 import math
 import mmap
 import os
+import pickle
 import secrets
 import select
 import signal
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybridrl.processes import launcher
-from hybridrl.processes.child import Messages
+from hybridrl.processes.child import Messages, pickle_message
 from hybridrl.system.core_pins import PINS
 from hybridrl.system.memory_cgroup import make_memory_cgroup
 
@@ -46,7 +47,7 @@ class ProcessSpec(NamedTuple):
         command: The program, which serves items with a `child.ItemServer`.
         setup: Its first message.
         environment: Its variables.
-        dumps, loads: Make bytes of a message, and the message again.
+        dumps, loads: Make bytes of a message, and the message again, as its `Messages` do.
         memory: Bytes that it may take with all that it starts; 0: any number.
         keeps_output: Whether what it prints is read here, bounded, and its end kept for messages;
             if not, it goes to the standard error output as it is.
@@ -56,8 +57,8 @@ class ProcessSpec(NamedTuple):
     command: Sequence[str]
     setup: Any
     environment: Mapping[str, str]
-    dumps: Any
-    loads: Any
+    dumps: Any = pickle_message
+    loads: Any = pickle.loads
     memory: int = 0
     keeps_output: bool = False
 

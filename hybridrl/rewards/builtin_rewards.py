@@ -13,6 +13,7 @@ from typing import Any
 from hybridrl.rewards.format_rewards import format, length, target_length
 from hybridrl.rewards.math_reward import math
 from hybridrl.rewards.reasoning_gym_reward import reasoning_gym
+from hybridrl.system.boxed_text import find_boxed_text
 
 __all__ = [
     "boxed",
@@ -26,7 +27,6 @@ __all__ = [
     "target_length",
 ]
 
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # with escapes, so that `\{` is passed over
 _NUMBER = re.compile(
     r"(?:(?<![\w)])-)?\$?"  # a minus after a digit or a bracket is a subtraction, not a sign
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)"
@@ -72,17 +72,6 @@ def boxed(prompt: str, response: str, answer: str, **row: Any) -> float:
     if found is None:
         return 0.0
     return float(_normalize_answer(found) == expected)
-
-
-def find_boxed_text(text: str) -> str | None:
-    r"""Return the text in the last `\boxed{...}`; None if there is none or it is not closed."""
-    start = text.rfind("\\boxed{")
-    depth = 0
-    for brace in _BRACE.finditer(text, start) if start >= 0 else ():
-        depth += {"{": 1, "}": -1}.get(brace.group(), 0)
-        if depth == 0 and brace.group() == "}":
-            return text[start + len("\\boxed{") : brace.start()]
-    return None
 
 
 def _normalize_answer(text: str) -> str | Decimal:

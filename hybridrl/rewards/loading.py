@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 
 from hybridrl.config.setting import Setting
 from hybridrl.errors import ConfigError, RewardError, suggest_name
+from hybridrl.rewards import builtin_rewards
 from hybridrl.rewards.format_rewards import check_format_pattern
+from hybridrl.rewards.math_reward import check_math_verify_installed
 from hybridrl.rewards.options import (
     REWARD,
     FunctionSettings,
@@ -77,9 +79,7 @@ def find_function_name(function: RewardFunction | PickledFunction) -> str:
 
 
 def list_builtin_functions() -> list[str]:
-    from hybridrl.rewards import builtin_rewards as builtin
-
-    return sorted(builtin.__all__)
+    return sorted(builtin_rewards.__all__)
 
 
 def load_reward_function(
@@ -97,9 +97,7 @@ def load_reward_function(
         return function
     place, name = _parse_spec(spec, setting)
     if not place:
-        from hybridrl.rewards import builtin_rewards as builtin
-
-        function = getattr(builtin, name)
+        function = getattr(builtin_rewards, name)
         return function
     function = user_code.load_user_code(setting, spec)
     if not callable(function):
@@ -122,8 +120,6 @@ def check_function_exists(spec: str, setting: Setting = REWARD.function) -> None
     if place:
         user_code.check_user_code(setting, spec)
     elif name == "math":
-        from hybridrl.rewards.math_reward import check_math_verify_installed
-
         check_math_verify_installed()
     elif name == "reasoning_gym":
         check_reasoning_gym_installed()

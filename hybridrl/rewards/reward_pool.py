@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
-import pickle
 import sys
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -57,6 +55,7 @@ class RewardPool:
         cache: of the scores of functions with an attribute `cache`; None: every row is scored.
 
     Attributes:
+        columns: of the functions' scores in results.
         remarks: what the functions' modules have to say to the user, by `check_reward`; known
             after `start`.
 
@@ -82,8 +81,10 @@ class RewardPool:
         self._weights = [1.0] * len(functions) if weights is None else list(weights)
         check_reward_functions(functions, self._weights, options, watched, settings)
         self._names = make_short_names(functions)
+        kinds = ["reward"] * (len(functions) - watched) + ["check"] * watched
+        self.columns = [f"{kind}/{name}" for kind, name in zip(kinds, self._names, strict=True)]
         self._specs = [f if isinstance(f, str) else PickledFunction.of(f) for f in functions]
-        self._settings, self._watched, self._env = settings, watched, env
+        self._settings, self._env = settings, env
         self._timeout_s, self._on_error, self._error_value = timeout_s, on_error, error_value
         self.remarks: list[str] = []
         self._asked: set[str] = set()
@@ -97,8 +98,6 @@ class RewardPool:
             [sys.executable, "-m", "hybridrl.rewards.reward_program"],
             (self._specs, sys.path, timeout_s, given, settings, named_by, cache is not None),
             without_secrets(os.environ, env),
-            functools.partial(pickle.dumps, protocol=pickle.HIGHEST_PROTOCOL),
-            pickle.loads,
         )
         self._pool = ProcessPool(spec, processes, _CONCURRENT_ROWS)
         self._pool.start(processes)
@@ -146,8 +145,8 @@ class RewardPool:
         """
         with self._lock:
             modes = self._wait_until_ready(_IMPORT_S, any)
-            how = (self._on_error, self._error_value, groups, self._watched)
-            work = ScoringRound(rows, self._names, modes, *how, self._settings.group)
+            how = (self._on_error, self._error_value, groups)
+            work = ScoringRound(rows, self.columns, modes, *how, self._settings.group)
             items = work.items(min(self._timeout_s, within_s))
             try:
                 self._pool.submit(self._recall(work, items))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import pickle
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -200,7 +199,4 @@ def format_user_traceback(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    messages = child.Messages(
-        functools.partial(pickle.dumps, protocol=pickle.HIGHEST_PROTOCOL), pickle.loads
-    )
-    child.ItemServer(RewardProgram(), messages).serve()
+    child.ItemServer(RewardProgram()).serve()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -39,30 +39,31 @@ class RewardResult:
     failures: int
     timeouts: int
     first_failure: str | None
-    outcomes: list[float] = field(default_factory=list)
-    steps: list[StepRewards] = field(default_factory=list)
+    outcomes: list[float]
+    steps: list[StepRewards]
 
 
 class ScoringRound:
     """The function calls of one round. A call's number is `row * functions + function`; functions
-    called once for several rows have a call for the first of them only."""
+    called once for several rows have a call for the first of them only.
+
+    Args:
+        columns: Of the functions' scores, `reward/<function>` or `check/<function>`.
+    """
 
     def __init__(
         self,
         rows: Sequence[dict[str, Any]],
-        names: Sequence[str],
+        columns: Sequence[str],
         modes: Sequence[tuple[bool, str]],
         on_error: str,
         error_value: float,
         groups: Sequence[int] | None = None,
-        watched: int = 0,
         group: Setting = REWARD.group,
     ) -> None:
         self._group = group
         self._rows = rows
-        self._names = names
-        rewarded = len(names) - watched
-        self._prefixes = {n: "reward" if i < rewarded else "check" for i, n in enumerate(names)}
+        self._columns = columns
         self._on_error = on_error
         self._failed_value = error_value if on_error == "value" else math.nan
         self._called_for = [kind for _, kind in modes]
@@ -76,14 +77,14 @@ class ScoringRound:
         }
         self._modes = modes
         self._tasks = [
-            row * len(names) + function
+            row * len(columns) + function
             for row in range(len(rows))
             for function, kind in enumerate(self._called_for)
             if row in self._together[kind]
         ]
         self._unanswered = len(self._tasks)
         nothing = RowScore(math.nan, math.nan)
-        self._answers = [[nothing] * len(rows) for _ in names]
+        self._answers = [[nothing] * len(rows) for _ in columns]
         self._further: dict[str, list[float]] = {}
         self._failures = self._timeouts = 0
         self._first_failure: str | None = None
@@ -96,13 +97,13 @@ class ScoringRound:
         """Return the calls as items of work, with the seconds that each may take."""
         items = []
         for task in self._tasks:
-            is_async, _ = self._modes[task % len(self._names)]
+            is_async, _ = self._modes[task % len(self._columns)]
             items.append(WorkItem(task, partial(self.payload, task), limit_s, not is_async))
         return items
 
     def payload(self, task: int, attempt: int = 0) -> tuple[int, dict[str, Any]]:
         """Return the function of a call, and the row or merged rows that it gets."""
-        row, function = divmod(task, len(self._names))
+        row, function = divmod(task, len(self._columns))
         kind = self._called_for[function]
         if kind == "row":
             return function, self._rows[row]
@@ -111,14 +112,13 @@ class ScoringRound:
         return function, merge(together)
 
     def score(self, task: int, answers: Sequence[RowScore]) -> None:
-        first, function = divmod(task, len(self._names))
+        first, function = divmod(task, len(self._columns))
         self._unanswered -= 1
         rows = self._together[self._called_for[function]][first]
         for row, answer in zip(rows, answers, strict=True):
             self._answers[function][row] = answer
             for key, value in (answer.further or {}).items():
-                name = self._names[function]
-                column = f"{self._prefixes[name]}/{name}/{key}"
+                column = f"{self._columns[function]}/{key}"
                 if column not in self._further:
                     self._further[column] = [math.nan] * len(self._rows)
                 self._further[column][row] = value
@@ -129,7 +129,7 @@ class ScoringRound:
         Raises:
             RewardError: if `on_error` is `fail`.
         """
-        row, function = divmod(task, len(self._names))
+        row, function = divmod(task, len(self._columns))
         self._unanswered -= 1
         self._failures += 1
         self._timeouts += is_timeout
@@ -147,10 +147,8 @@ class ScoringRound:
     def result(self, weights: Sequence[float]) -> RewardResult:
         """Return the weighted sums and the columns, once every call has a result."""
         columns = {
-            f"{self._prefixes[name]}/{name}": [
-                math.nan if a.score is None else a.score for a in answers
-            ]
-            for name, answers in zip(self._names, self._answers, strict=True)
+            column: [math.nan if a.score is None else a.score for a in answers]
+            for column, answers in zip(self._columns, self._answers, strict=True)
         }
         by_row = list(zip(*self._answers, strict=True))
         return RewardResult(
@@ -176,8 +174,8 @@ class ScoringRound:
     def _describe(self, row: int, function: int, reason: str) -> str:
         prompt, response = (self._rows[row].get(key, "") for key in ("prompt", "response"))
         return (
-            f"The reward function `{self._names[function]}` failed on row {row + 1} of "
-            f"{len(self._rows)}.\nprompt: {_excerpt(prompt)}\nresponse: "
+            f"The reward function `{self._columns[function].partition('/')[2]}` failed on row "
+            f"{row + 1} of {len(self._rows)}.\nprompt: {_excerpt(prompt)}\nresponse: "
             f"{_excerpt(response)}\n{reason}"
         )
 

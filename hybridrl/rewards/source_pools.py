@@ -74,26 +74,21 @@ class SourceRewardPools:
         group: Setting = REWARD.group,
         cache: ContentCache | None = None,
     ) -> None:
-        self._pools: dict[str | None, RewardPool | None] = {}
-        self._columns: list[str] = []
-        for name, config in settings.items():
-            rewarded = make_short_names(parse_function_list(config.function))
-            every, _ = resolve_functions(config)
-            watched = make_short_names(every)[len(rewarded) :]
-            self._columns += [f"reward/{function}" for function in rewarded]
-            self._columns += [f"check/{function}" for function in watched]
-            self._pools[name] = (
-                _build_pool(config, FunctionSettings.of(group, name), cache) if every else None
-            )
+        self._names = list(settings)
+        self._pools = {
+            name: _build_pool(config, FunctionSettings.of(group, name), cache)
+            for name, config in settings.items()
+            if resolve_functions(config)[0]
+        }
 
     def __bool__(self) -> bool:
-        return any(self._pools.values())
+        return bool(self._pools)
 
     def asks_for(self, entry: str) -> bool:
-        return any(pool.asks_for(entry) for pool in filter(None, self._pools.values()))
+        return any(pool.asks_for(entry) for pool in self._pools.values())
 
     def start(self) -> None:
-        for pool in filter(None, self._pools.values()):
+        for pool in self._pools.values():
             pool.start()
 
     def score(
@@ -108,18 +103,18 @@ class SourceRewardPools:
         Raises:
             RewardError: also for a row of a source that has no functions.
         """
-        if list(self._pools) == [None] and (pool := self._pools[None]) is not None:
-            return pool.score(rows, progress, groups=groups)
+        if self._names == [None] and self._pools:
+            return self._pools[None].score(rows, progress, groups=groups)
         scores, outcomes = [0.0] * len(rows), [math.nan] * len(rows)
         steps: list[StepRewards] = [[] for _ in rows]
         # On every rank the same, whatever sources its rows are of.
-        columns = {name: [math.nan] * len(rows) for name in self._columns}
+        named = (column for pool in self._pools.values() for column in pool.columns)
+        columns = {name: [math.nan] * len(rows) for name in named}
         found = []
         for name, places in self._places(rows).items():
-            if (pool := self._pools[name]) is None:
-                continue
+            of_source = [rows[place] for place in places]
             mine = None if groups is None else [groups[place] for place in places]
-            result = pool.score([rows[place] for place in places], progress, groups=mine)
+            result = self._pools[name].score(of_source, progress, groups=mine)
             found.append(result)
             of_rows = zip(places, result.scores, result.outcomes, result.steps, strict=True)
             for place, score, outcome, parts in of_rows:
@@ -140,20 +135,21 @@ class SourceRewardPools:
         )
 
     def close(self) -> None:
-        for pool in filter(None, self._pools.values()):
+        for pool in self._pools.values():
             pool.close()
 
     def _places(self, rows: Sequence[Mapping[str, Any]]) -> dict[str | None, list[int]]:
         found: dict[str | None, list[int]] = {}
         for place, row in enumerate(rows):
             source = row.get(SOURCE_COLUMN)
-            name = source if source in self._pools else None
-            if name not in self._pools:
+            name = source if source in self._names else None
+            if name not in self._names:
                 raise RewardError(
                     f"A row is of the source {source!r}, which has no reward function; there are "
-                    f"those of {', '.join(map(str, self._pools))}."
+                    f"those of {', '.join(map(str, self._names))}."
                 )
-            found.setdefault(name, []).append(place)
+            if name in self._pools:  # else its rows score 0
+                found.setdefault(name, []).append(place)
         return found
 
 

@@ -173,13 +173,11 @@ class SandboxConfinement:
     Attributes:
         namespaces: `root`, made by right; `user`, made within a user namespace; or `none`.
         landlock: version of Landlock, 0 if there is none.
-        missing: why a better kind of namespaces was not to be had; empty for the best.
         memory_groups: whether control groups bound all memory of a program.
     """
 
     namespaces: Literal["root", "user", "none"]
     landlock: int
-    missing: str
     memory_groups: bool = False
 
     def __str__(self) -> str:
@@ -259,7 +257,7 @@ def _try_confinement_levels() -> SandboxConfinement:
         except (_ConfinementRefusedError, OSError) as refusal:
             missing.append(f"{_LEVEL_NAMES[level]}: {refusal}")
             continue
-        found = SandboxConfinement(level, landlock, "; ".join(missing), has_group)
+        found = SandboxConfinement(level, landlock, has_group)
         _log.info("%s (%s, Landlock version %s). %s", found, _LEVEL_NAMES[level], landlock, missing)
         return found
     raise UnsupportedMachineError(

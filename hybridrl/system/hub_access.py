@@ -5,16 +5,19 @@ The hub's own clients try again for most of a minute before they say that there 
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 from typing import Literal
 
 HUB_TIMEOUT_S = 5.0
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(:[\w.-]+)?")
 
 
-def may_be_hub_model(path: str) -> bool:
-    """Return whether a path has the form of a model's name on the hub."""
-    return bool(path) and not path.startswith((".", "/", "~")) and path.count("/") <= 1
+def may_be_hub_name(path: str) -> bool:
+    """Return whether a path has the form of a hub name: `owner/name`, or of a data set
+    `owner/name:configuration`."""
+    return _HUB_NAME.fullmatch(path) is not None
 
 
 def find_hub_problem(name: str, kind: Literal["model", "dataset"]) -> str | None:

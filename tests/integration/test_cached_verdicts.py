@@ -288,7 +288,7 @@ def test_programs_that_a_signal_ends_are_judged_each_time(tmp_path):
 
 
 def test_without_namespaces_only_what_passes_is_kept(monkeypatch):
-    alone = SandboxConfinement("none", 1, "")
+    alone = SandboxConfinement("none", 1)
     monkeypatch.setattr(code, "find_confinement", lambda: alone)
     for passed, transient in (([True, True], False), ([True, False], True)):
         verdict = Verdict(passed, ["", ""], [False, False], is_repeatable=True)

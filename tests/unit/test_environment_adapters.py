@@ -15,6 +15,7 @@ from aiohttp import WSMsgType, web
 from scripted_endpoint import ScriptedEndpoint
 
 from hybridrl.config.schema import EnvironmentConfig
+from hybridrl.data.environment_tasks import list_environment_tasks
 from hybridrl.environments.adapters.environment_adapter import (
     EpisodeError,
     EpisodeScore,
@@ -22,7 +23,6 @@ from hybridrl.environments.adapters.environment_adapter import (
 )
 from hybridrl.environments.environment_pool import EnvironmentPool, EpisodeRequest
 from hybridrl.environments.environment_program import with_direct_access
-from hybridrl.environments.rows import list_environment_tasks
 from hybridrl.errors import ConfigError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -125,7 +125,9 @@ def test_a_model_that_scores_steps_does_not_say_what_is_right_beside_others():
 
 
 def test_rewards_of_steps_have_the_weight_of_their_function():
-    calls = ScoringRound([{"response": "ab"}], ["mine", "yours"], [(False, "row")] * 2, "fail", 0.0)
+    calls = ScoringRound(
+        [{"response": "ab"}], ["reward/mine", "reward/yours"], [(False, "row")] * 2, "fail", 0.0
+    )
     for task, end, reward in ((0, 2, 0.5), (1, 1, 4.0)):
         calls.score(task, [parse_row_score({"score": 1.0, "steps": [(end, reward)]}, "ab")])
     found = calls.result([2.0, 0.25])

@@ -10,7 +10,7 @@ from hybridrl.checks.data import row_tests
 from hybridrl.checks.data.row_tests import TESTED, check_tests
 from hybridrl.data.character_tokenizer import PRINTABLE_CHARACTERS, build_character_tokenizer
 from hybridrl.data.datasets import load_rows
-from hybridrl.data.refused_rows import RefusedRows, checked_by
+from hybridrl.data.refused_rows import RefusedRows, collected
 from hybridrl.errors import DataError
 
 SOUND = ["assert double(2) == 4"]
@@ -43,7 +43,7 @@ def read(tmp_path):
                 *overrides,
             ]
         )
-        with checked_by(check_tests(config)):
+        with collected(check_tests(config)):
             tokenizer = build_character_tokenizer(PRINTABLE_CHARACTERS, chat=True)
             return load_rows("prompts", config.data, tokenizer, held_out=0, seed=0).training
 

@@ -33,7 +33,7 @@ from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.datasets import load_rows
 from hybridrl.data.duplicates import find_duplicates
 from hybridrl.data.prompt_loader import PromptLoader
-from hybridrl.data.refused_rows import checked_by
+from hybridrl.data.refused_rows import collected
 from hybridrl.data.row_keys import remove_keys
 from hybridrl.data.row_origin import DATA
 from hybridrl.errors import DataError, HybridRLError, StorageError
@@ -223,7 +223,7 @@ def test_no_rows_and_one_row(load, tmp_path):
 def test_rows_with_tests_are_read_in_one_table(load, tmp_path):
     rows = [{**row, "tests": "assert f(1) == 2"} for row in rows_of("prompts")]
     config, checked = settings_of("prompts", tmp_path, rows), []
-    with checked_by(lambda settings, table, refused: checked.append(table.num_rows)):
+    with collected(lambda settings, table, refused: checked.append(table.num_rows)):
         found = load("prompts", config).training
     assert len(found.pieces) == 1
     assert checked[-1] == len(rows)

@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 def check_tests(
     config: Config, progress: Callable[[str], None] = lambda _: None
 ) -> Callable[[DataConfig, pa.Table, RefusedRows], None]:
-    """Return what refuses such rows of a table; see `refused_rows.checked_by`.
+    """Return what refuses such rows of a table; see `refused_rows.collected`.
 
     Args:
         progress: Told what goes on, for a person to read.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridrl.errors import ConfigError, suggest_name
 from hybridrl.system.bounded_files import load_object
-from hybridrl.system.hub_access import find_hub_problem, may_be_hub_model
+from hybridrl.system.hub_access import find_hub_problem, may_be_hub_name
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -104,7 +104,7 @@ def _check_model_path(path: str, setting: str) -> None:
     """Refuse a path that is neither a model folder nor a hub name."""
     folder = Path(path)
     if not folder.exists():
-        if not may_be_hub_model(path):
+        if not may_be_hub_name(path):
             near = [p.name for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
             raise ConfigError(
                 f"{setting}={path}: there is no such folder (seen from {Path.cwd()})."

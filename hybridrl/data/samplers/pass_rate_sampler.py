@@ -85,15 +85,14 @@ class PassRateSampler:
     def update(self, rows: npt.NDArray[np.int64], scores: npt.NDArray[np.float32]) -> None:
         known = ~np.isnan(scores)
         rows, right = rows[known], is_right(scores[known], self._correct_at)
-        for wrong, table in ((0, right), (1, ~right)):
-            np.add.at(self._of_buckets[:, wrong], self._bucket[rows], table)
+        outcomes = np.stack([right, ~right], axis=1)
+        np.add.at(self._of_buckets, self._bucket[rows], outcomes)
         totals = self._of_buckets.sum(1, keepdims=True)
         self._of_buckets *= self._memory / np.maximum(totals, self._memory)
         seen = np.unique(rows)
         self._of_rows[seen] *= self._remembered(seen)[:, None]
         self._seen[seen] = self._step
-        for wrong, table in ((0, right), (1, ~right)):
-            np.add.at(self._of_rows[:, wrong], rows, table)
+        np.add.at(self._of_rows, rows, outcomes)
 
     def state(self) -> dict[str, Any]:
         seen = np.flatnonzero(self._of_rows.any(1))

@@ -67,10 +67,8 @@ def _problem(left: int, right: int) -> dict[str, str]:
 
 def _pair(problem: dict[str, str], wrong: str) -> dict[str, str]:
     annotator = f"annotator {int(problem['answer']) % 16}"
-    return {
-        **{"prompt": problem["prompt"], "chosen": problem["answer"], "rejected": wrong},
-        "annotator": annotator,
-    }
+    answers = {"chosen": problem["answer"], "rejected": wrong}
+    return {"prompt": problem["prompt"], **answers, "annotator": annotator}
 
 
 def _plausible_mistakes(answer: str) -> list[str]:

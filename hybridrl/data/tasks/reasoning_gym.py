@@ -15,7 +15,9 @@ from functools import lru_cache
 from typing import Any
 
 from hybridrl.data.character_tokenizer import PRINTABLE_CHARACTERS
+from hybridrl.data.held_out import MAX_HELD_OUT_SHARE
 from hybridrl.data.row_origin import DATA, RowOrigin
+from hybridrl.data.samplers.difficulty_columns import DIFFICULTY_PREFIX
 from hybridrl.errors import ConfigError, suggest_name
 from hybridrl.system.reasoning_gym_library import (
     build_reasoning_gym_dataset,
@@ -23,10 +25,6 @@ from hybridrl.system.reasoning_gym_library import (
 )
 
 CHARACTERS = PRINTABLE_CHARACTERS
-DIFFICULTY = "difficulty_"
-"""How columns of a problem's difficulty begin; NaN for problems of tasks without that parameter."""
-LARGEST_SHARE = 0.2
-"""Of the problems of a task, held out where it has few different ones."""
 _OVERSAMPLING = 4
 """Problems that are made for each one that is wanted, for some repeat others."""
 _EXCLUDED_TASKS = ("composite",)
@@ -50,7 +48,7 @@ def problems(
     A row has the columns `prompt`; `answer`, None where many are right; `entry`, the problem with
     its metadata and the task's parameters, as JSON, for the reward function `reasoning_gym`;
     `task`, and `source`, which is the same; and a column `difficulty_<parameter>` for each number
-    that says how hard it is.
+    that says how hard it is, NaN for problems of tasks without that parameter.
 
     Args:
         count_held_out: Most to evaluate on; of a task with few different problems a fifth.
@@ -69,24 +67,25 @@ def problems(
     for number, task in enumerate(tasks):
         learned = _split_evenly(rows, number, len(tasks))
         kept = _split_evenly(count_held_out, number, len(tasks))
-        text = json.dumps(
-            options.get(task, {}) | {"seed": seed, "size": _OVERSAMPLING * (learned + kept)}
-        )
-        found = _make_distinct_rows(task, text, learned + kept)
-        if len(found) < learned + kept:
-            kept = min(kept, int(LARGEST_SHARE * len(found)))
+        wanted = learned + kept
+        text = json.dumps(options.get(task, {}) | {"seed": seed, "size": _OVERSAMPLING * wanted})
+        found = _make_distinct_rows(task, text, wanted)
+        if len(found) < wanted:
+            kept = min(kept, int(MAX_HELD_OUT_SHARE * len(found)))
             _log.warning(
                 "%s has %d different problems with these parameters, fewer than the %d that %s and "
                 "%s ask for.",
                 task,
                 len(found),
-                learned + _split_evenly(count_held_out, number, len(tasks)),
+                wanted,
                 *(origin / "rows", origin.held_out),
             )
         held_out += found[:kept]
         training += found[kept : kept + learned]
     names = sorted({name for row in (*training, *held_out) for name in row})
-    blank: TaskRow = {name: math.nan if name.startswith(DIFFICULTY) else None for name in names}
+    blank: TaskRow = {
+        name: math.nan if name.startswith(DIFFICULTY_PREFIX) else None for name in names
+    }
     return [blank | row for row in training], [blank | row for row in held_out]
 
 
@@ -129,7 +128,7 @@ def _read_difficulty(metadata: Mapping[str, Any]) -> dict[str, float]:
     said = said if isinstance(said, Mapping) else {"level": said}
     found = {name: metadata.get(name, value) for name, value in said.items()}
     return {
-        f"{DIFFICULTY}{name}": float(value)
+        f"{DIFFICULTY_PREFIX}{name}": float(value)
         for name, value in found.items()
         if isinstance(value, int | float) and not isinstance(value, bool)
     }

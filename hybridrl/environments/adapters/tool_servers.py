@@ -91,21 +91,17 @@ class ToolServers:
             if not (wanted := message.get("tool_calls") or []):
                 return
             self.calls += len(wanted)
-            messages += await self.call(wanted)
-
-    async def call(self, calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return a tool message for each tool call of the model; errors in a call become the
-        message's text."""
-        return [
-            {
-                "role": "tool",
-                "tool_call_id": call.get("id", ""),
-                "content": await self._answer(call),
-            }
-            for call in calls
-        ]
+            messages += [
+                {
+                    "role": "tool",
+                    "tool_call_id": call.get("id", ""),
+                    "content": await self._answer(call),
+                }
+                for call in wanted
+            ]
 
     async def _answer(self, call: dict[str, Any]) -> str:
+        """Return the result of a tool call of the model as text, or its error."""
         name, given = call["function"]["name"], call["function"].get("arguments") or "{}"
         if name not in self._tools:
             return f"Error: there is no tool `{name}`; there is {', '.join(self._tools) or 'none'}."

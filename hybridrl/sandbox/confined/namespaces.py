@@ -7,7 +7,7 @@ that are installed under /tmp are read-only there, like all others.) There is no
 """
 
 # Importing pathlib would take as long as all the rest.
-# ruff: noqa: PTH102, PTH103
+# ruff: noqa: PTH102, PTH103, PTH123
 from __future__ import annotations
 
 import ctypes
@@ -97,8 +97,5 @@ def _make_read_only(target: str, flags: int = 0) -> None:
 
 
 def _write_text(path: str, text: str) -> None:
-    file = os.open(path, os.O_WRONLY)
-    try:
-        os.write(file, text.encode())
-    finally:
-        os.close(file)
+    with open(path, "w") as file:
+        file.write(text)
