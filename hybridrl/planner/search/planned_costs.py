@@ -30,7 +30,7 @@ from hybridrl.planner.memory.device_memory import (
     estimate_role_memory,
     find_generator_shortage,
 )
-from hybridrl.planner.search.placement_space import MAX_PP, PlacementShape, powers_of_two
+from hybridrl.planner.search.placement_space import MAX_PP, powers_of_two
 from hybridrl.planner.search.search_terms import (
     CutOption,
     FoundPlacement,
@@ -61,7 +61,7 @@ class PlannedSearchCosts:
 
     Attributes:
         roles, learning: Roles that hold models, and those of them that learn.
-        generator: See `list_shapes`.
+        separable: See `list_shapes`.
         devices: How many there are.
         differ: Whether devices differ, so that it matters which ones a role gets.
         variants: Settings of a whole job that may make it fit. With the first, what was asked, no
@@ -97,23 +97,26 @@ class PlannedSearchCosts:
         }
         self.variants: list[SettingChanges] = list(self._configs)
         self._planners: dict[bool, JobRoles] = {}
-        has_model = {name: self._has_model(name) for name in self.placed}
         generates = [name for name, role in self.placed.items() if role.generation is not None]
-        may_part = ACTOR_ROLE in generates and self.devices > 1 and config.executor != "inline"
-        self.generator = (ACTOR_ROLE, GENERATOR_ROLE) if may_part else None
+        has_several = self.devices > 1 and config.executor != "inline"
+        self.separable = ACTOR_ROLE in generates and has_several
         # Functions and judges take nothing of a device here, and live with what makes samples.
-        self.roles = [name for name in self.placed if has_model[name] or name in generates]
+        self.roles = [n for n in self.placed if n in generates or self._has_model(n)]
         self.beside = [name for name in self.placed if name not in self.roles]
         self.learning = [name for name in self.roles if self.placed[name].trains]
         self._options: dict[Any, list[CutOption]] = {}
 
-    def calls(self, shape: PlacementShape) -> Sequence[PlannedCall]:
-        """List the calls of a step, in order."""
-        return [call for call in self._planner(shape).calls if call.role not in self.beside]
+    def calls(self, apart: bool) -> Sequence[PlannedCall]:
+        """List the calls of a step, in order.
 
-    def process(self, shape: PlacementShape, roles: Sequence[str]) -> float:
+        Args:
+            apart: Here and below, whether generation has devices of its own.
+        """
+        return [call for call in self._planner(apart).calls if call.role not in self.beside]
+
+    def process(self, apart: bool, roles: Sequence[str]) -> float:
         """Return the bytes of a process with these roles."""
-        return estimate_process_bytes(self._planner(shape), roles)
+        return estimate_process_bytes(self._planner(apart), roles)
 
     def offloads(self, variant: SettingChanges) -> bool:
         """Return whether roles leave a device while another one works there."""
@@ -125,10 +128,10 @@ class PlannedSearchCosts:
         return {self._model(d): filled * models[self._model(d)].memory for d in devices}
 
     def options(
-        self, variant: SettingChanges, shape: PlacementShape, role: str, devices: range
+        self, variant: SettingChanges, apart: bool, role: str, devices: range
     ) -> list[CutOption]:
         """List every way to cut a role's model over these devices."""
-        apart = role in (ACTOR_ROLE, GENERATOR_ROLE) and GENERATOR_ROLE in shape.roles
+        apart = apart and role in (ACTOR_ROLE, GENERATOR_ROLE)  # others do not mind
         key = variant, apart, role, self._alike(devices)
         if key not in self._options:
             self._options[key] = self._options_of(*key[:3], devices)
@@ -165,8 +168,7 @@ class PlannedSearchCosts:
     def _has_model(self, name: str) -> bool:
         return name == GENERATOR_ROLE or bool(self.specs[name].has_model(name, self.config))
 
-    def _planner(self, shape: PlacementShape) -> JobRoles:
-        apart = GENERATOR_ROLE in shape.roles
+    def _planner(self, apart: bool) -> JobRoles:
         if apart not in self._planners:
             everywhere = tuple(range(self.devices))
             places = {name: RolePlace(everywhere) for name in self.placed}
@@ -198,8 +200,7 @@ class PlannedSearchCosts:
     def _options_of(
         self, variant: SettingChanges, apart: bool, role: str, devices: range
     ) -> list[CutOption]:
-        shape = PlacementShape(((role, GENERATOR_ROLE) if apart else (role,),))
-        base = self._planner(shape)
+        base = self._planner(apart)
         rates = DeviceRates.of_slowest(self.rates[device] for device in devices)
         found: list[CutOption] = []
         for cut in self._cuts(role, apart, [run[-1] for run in self._alike(devices)]):
@@ -301,7 +302,7 @@ class PlannedSearchCosts:
         """Return whether the sizes fit each other and the model."""
         if not self._has_model(role):
             return True
-        path = self._planner(PlacementShape(((role,),))).path(role)
+        path = self._planner(role == GENERATOR_ROLE).path(role)
         model = read_model_config(path)
         try:
             check_parallel_sizes(number, parallel, ranks)
