@@ -35,23 +35,15 @@ ParcelManifest = Sequence[tuple[tuple[int, ...], int]]
 
 
 class ParcelKey(NamedTuple):
-    """The key of a parcel: the rank that sends it, and its number among that rank's parcels."""
+    """The key of a parcel: the rank that sends it, and its number, from 0, among that rank's."""
 
     sender: int
     number: int
 
 
-class WeightParcel(NamedTuple):
-    """A parcel of weights: the bytes that one rank sends to some others at once.
-
-    Attributes:
-        number: Among the sender's, from 0.
-        data: Its bytes, ``[bytes]`` uint8, in CPU memory unless it was asked for elsewhere.
-    """
-
-    sender: int
-    number: int
-    data: Tensor
+WeightParcel = tuple[ParcelKey, Tensor]
+"""The bytes that one rank sends to some others at once, ``[bytes]`` uint8; they are in CPU memory
+unless they were asked for elsewhere."""
 
 
 class ParcelSender:
@@ -98,7 +90,7 @@ class ParcelSender:
         for number, moves in enumerate(self._parcels):
             buffer = torch.empty(_volume(moves), dtype=self._dtype, device=device)
             pack_moves(moves, read, buffer)
-            yield WeightParcel(self.rank, number, buffer.view(torch.uint8))
+            yield ParcelKey(self.rank, number), buffer.view(torch.uint8)
 
 
 class ParcelReceiver:
@@ -155,13 +147,13 @@ class ParcelReceiver:
         """
         expected = dict(self._moves)
         received = largest = 0
-        for sender, number, data in parcels:
-            moves = expected.pop(ParcelKey(sender, number), None)
+        for key, data in parcels:
+            moves = expected.pop(key, None)
             size = _volume(moves or ()) * self._dtype.itemsize
             if size != data.nbytes or not moves:
                 raise LayoutError(
-                    f"Parcel {number} of rank {sender} has {data.nbytes} bytes; rank {self._rank} "
-                    f"expected {size}. Hand it every parcel that it wants once."
+                    f"Parcel {key.number} of rank {key.sender} has {data.nbytes} bytes; rank "
+                    f"{self._rank} expected {size}. Hand it every parcel that it wants once."
                 )
             unpack_moves(moves, write, data.view(self._dtype))
             received, largest = received + size, max(largest, size)
