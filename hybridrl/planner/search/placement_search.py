@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 from hybridrl.planner.search.memory_states import (
     MemoryState,
-    compute_peak_bytes,
     prune_memory_states,
     prune_options,
     sum_by_flow_stage,
@@ -289,7 +288,7 @@ class _Search:
                 )
             leanest = start
             for options in per_role:
-                leanest = leanest.with_option(min(options, key=compute_peak_bytes), ())
+                leanest = leanest.with_option(min(options, key=lambda option: option.peak), ())
             found = [state.chosen[len(base) :] for state in states]
             self._fronts[key] = found, leanest.full(room)
         return self._fronts[key]

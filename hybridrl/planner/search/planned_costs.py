@@ -3,7 +3,7 @@ and time that each takes of them. From the planner, one role at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from hybridrl.config.changed import apply_changes
 from hybridrl.config.schema import Config, ParallelConfig
 from hybridrl.errors import ConfigError
 from hybridrl.layout.training_mesh import check_parallel_sizes, model_parallel_size
-from hybridrl.placement import ACTOR_ROLE, GENERATOR_ROLE, Placement, RolePlace, RoleRequirements
+from hybridrl.placement import ACTOR_ROLE, GENERATOR_ROLE, Placement, RolePlace
 from hybridrl.planner.computation_dtype import resolve_dtype
 from hybridrl.planner.fitting_settings import LARGEST_TP, search_variants
 from hybridrl.planner.job_roles import JobRoles, read_model_config
@@ -25,11 +25,11 @@ from hybridrl.planner.machine.device_rates import DeviceRates
 from hybridrl.planner.memory.device_memory import (
     FREE_SHARE,
     MEMORY_SHARES,
-    RoleMemory,
     estimate_process_bytes,
     estimate_role_memory,
     find_generator_shortage,
 )
+from hybridrl.planner.memory.model_part import MemoryParts
 from hybridrl.planner.search.placement_space import MAX_PP, powers_of_two
 from hybridrl.planner.search.search_terms import (
     CutOption,
@@ -124,8 +124,9 @@ class PlannedSearchCosts:
 
     def capacities(self, devices: range) -> Mapping[str, float]:
         """Return the bytes of these devices that may be filled, by device model."""
-        models, filled = self.cluster.models, 1 - FREE_SHARE
-        return {self._model(d): filled * models[self._model(d)].memory for d in devices}
+        models = self.cluster.models
+        names = self.cluster.take(devices).model_names
+        return {name: (1 - FREE_SHARE) * models[name].memory for name in names}
 
     def options(
         self, variant: SettingChanges, apart: bool, role: str, devices: range
@@ -181,9 +182,6 @@ class PlannedSearchCosts:
             )
         return self._planners[apart]
 
-    def _model(self, device: int) -> str:
-        return self.cluster.devices[device].model
-
     def _alike(self, devices: range) -> tuple[Any, ...]:
         """Return a key that is equal for devices of the same models and rates that lie alike in
         nodes."""
@@ -230,29 +228,30 @@ class PlannedSearchCosts:
         """Return the bytes of the pipeline stage that takes most, in each respect."""
         memory = self.cluster.models[model].memory
         stages = [
-            _totals(estimate_role_memory(alone, role, stage, memory))
+            estimate_role_memory(alone, role, stage, memory)
             for stage in range(alone.placement.roles[role].parallel.pp)
         ]
         return RoleBytes(
-            max(one.resident for one in stages),
-            max(one.loaded for one in stages),
-            max(one.awake for one in stages),
-            tuple(max(phase) for phase in zip(*(one.working for one in stages), strict=True)),
+            _most(one.resident for one in stages),
+            _most(one.loaded for one in stages),
+            _most(one.awake for one in stages),
+            tuple(map(_most, zip(*(one.working.values() for one in stages), strict=True))),
         )
 
     def _cuts(self, role: str, apart: bool, runs: Sequence[int]) -> list[ModelCut]:
         """List every way to cut a role's model over devices that are spread over nodes like these;
         a tensor-parallel group stays inside a node."""
-        place = self._place_of(role)
         number = sum(runs)
         rollout = self.config.rollout
         rollout_tps = self._tps(runs, rollout.parallel.tp, rollout.engine == "vllm")
         if role == GENERATOR_ROLE:
+            generation = self.placed[ACTOR_ROLE].generation or ParallelConfig()
             return [
                 ModelCut(parallel)
                 for tp in rollout_tps
-                if self._allowed(role, parallel := replace(place.parallel, tp=tp), number, 1)
+                if self._allowed(role, parallel := replace(generation, tp=tp), number, 1)
             ]
+        place = self.placed[role]
         parallel = replace(place.parallel, dp=None)
         may_cut = self._may_cut(role)
         found = []
@@ -280,12 +279,6 @@ class PlannedSearchCosts:
         if cut.shards is not None or not free or len(runs) == 1 or near < 2:
             return [cut.shards]
         return [None, near]
-
-    def _place_of(self, role: str) -> RoleRequirements:
-        if role == GENERATOR_ROLE:
-            generation = self.placed[ACTOR_ROLE].generation or ParallelConfig()
-            return RoleRequirements(GENERATOR_ROLE, parallel=generation)
-        return self.placed[role]
 
     def _tps(self, runs: Sequence[int], asked: int, free: bool) -> list[int]:
         """List the sizes of tensor-parallel groups that lie inside nodes."""
@@ -315,10 +308,5 @@ class PlannedSearchCosts:
         return True
 
 
-def _totals(memory: RoleMemory) -> RoleBytes:
-    return RoleBytes(
-        sum(memory.resident.values()),
-        sum(memory.loaded.values()),
-        sum(memory.awake.values()),
-        tuple(sum(parts.values()) for parts in memory.working.values()),
-    )
+def _most(several: Iterable[MemoryParts]) -> float:
+    return max(sum(parts.values()) for parts in several)
