@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 from tiers import few_of
 
+from hybridrl.planner.search.memory_states import prune_options
 from hybridrl.planner.search.placement_search import search_placements
 from hybridrl.planner.search.placement_space import (
     PlacementShape,
@@ -61,6 +62,9 @@ class RandomCosts:
         return calls + [PlannedCall(role, "train", 1) for role in self.learning]
 
     def options(self, variant, apart, role, devices):
+        return prune_options(self.all_options(variant, apart, role, devices))
+
+    def all_options(self, variant, apart, role, devices):
         key = variant, apart, role, devices
         if key not in self._made:
             dice = random.Random(f"{self.room}{key[1:]}")  # memory and seconds of the asked, less
@@ -144,7 +148,7 @@ def brute_force(costs, objective, totals):
                     start += size
                 roles = list(shape.roles)
                 apart = shape.is_separated
-                per_role = [costs.options(variant, apart, role, where[role]) for role in roles]
+                per_role = [costs.all_options(variant, apart, r, where[r]) for r in roles]
                 for options in product(*per_role):
                     chosen = dict(zip(roles, options, strict=True))
                     placed = {role: where[role] for role in roles}

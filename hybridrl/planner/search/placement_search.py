@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 from hybridrl.planner.search.memory_states import (
     MemoryState,
     prune_memory_states,
-    prune_options,
     sum_by_flow_stage,
 )
 from hybridrl.planner.search.placement_space import (
@@ -82,7 +81,6 @@ class _Search:
     until: float
     accept: Callable[[FoundPlacement], bool]
     among: Sequence[PlacementShape]
-    _options: dict[Any, list[CutOption]] = field(default_factory=dict)
     _least: dict[Any, tuple[float, ...] | None] = field(default_factory=dict)
     _fronts: dict[Any, tuple[list[tuple[CutOption, ...]], float]] = field(default_factory=dict)
     _best: dict[PlacementShape, FoundPlacement] = field(default_factory=dict)
@@ -172,14 +170,6 @@ class _Search:
     def _staleness(self, shape: PlacementShape) -> int:
         return self.costs.staleness if shape.is_separated else 0
 
-    def _options_of(
-        self, variant: SettingChanges, shape: PlacementShape, role: str, devices: range
-    ) -> list[CutOption]:
-        key = variant, shape.is_separated, role, devices
-        if key not in self._options:
-            self._options[key] = prune_options(self.costs.options(*key))
-        return self._options[key]
-
     def _least_of(
         self, shape: PlacementShape, variant: SettingChanges, role: str, devices: range
     ) -> tuple[float, ...] | None:
@@ -187,10 +177,9 @@ class _Search:
         none."""
         key = variant, shape.is_separated, role, devices
         if key not in self._least:
-            options = self._options_of(variant, shape, role, devices)
             own = self._calls_of(shape, role)
             self._least[key] = None
-            if options:
+            if options := self.costs.options(*key):
                 stages = [sum_by_flow_stage(own, option.seconds) for option in options]
                 self._least[key] = tuple(min(times) for times in zip(*stages, strict=True))
         return self._least[key]
@@ -208,7 +197,8 @@ class _Search:
         for roles, devices in zip(shape.sets, way.devices, strict=True):
             where |= dict.fromkeys(roles, devices)
         of_everywhere = [
-            self._options_of(variant, shape, role, range(total)) for role in shape.everywhere
+            self.costs.options(variant, shape.is_separated, role, range(total))
+            for role in shape.everywhere
         ]
         lacks, fits = math.inf, False
         for base in product(*of_everywhere):
@@ -265,7 +255,7 @@ class _Search:
         apart = shape.is_separated
         key = way.variant, apart, shape.everywhere, tuple(map(id, base)), roles, devices
         if key not in self._fronts:
-            per_role = [self._options_of(variant, shape, role, devices) for role in roles]
+            per_role = [self.costs.options(variant, apart, role, devices) for role in roles]
             process = self.costs.process(apart, (*shape.everywhere, *roles))
             room = self.costs.capacities(devices)
             start = MemoryState.of(room, process, self.costs.offloads(variant))

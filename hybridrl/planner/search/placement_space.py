@@ -105,7 +105,4 @@ def list_device_ranges(
 
 def powers_of_two(limit: int) -> list[int]:
     """Return the powers of two up to a limit."""
-    found = [1]
-    while 2 * found[-1] <= limit:
-        found.append(2 * found[-1])
-    return found
+    return [2**power for power in range(limit.bit_length())]

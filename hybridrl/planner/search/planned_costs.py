@@ -30,6 +30,7 @@ from hybridrl.planner.memory.device_memory import (
     find_generator_shortage,
 )
 from hybridrl.planner.memory.model_part import MemoryParts
+from hybridrl.planner.search.memory_states import prune_options
 from hybridrl.planner.search.placement_space import MAX_PP, powers_of_two
 from hybridrl.planner.search.search_terms import (
     CutOption,
@@ -131,11 +132,11 @@ class PlannedSearchCosts:
     def options(
         self, variant: SettingChanges, apart: bool, role: str, devices: range
     ) -> list[CutOption]:
-        """List every way to cut a role's model over these devices."""
+        """List the ways to cut a role's model over these devices than which no other is better."""
         apart = apart and role in (ACTOR_ROLE, GENERATOR_ROLE)  # others do not mind
         key = variant, apart, role, self._alike(devices)
         if key not in self._options:
-            self._options[key] = self._options_of(*key[:3], devices)
+            self._options[key] = prune_options(self._options_of(*key[:3], devices))
         return self._options[key]
 
     def placement(self, found: FoundPlacement) -> Placement:
