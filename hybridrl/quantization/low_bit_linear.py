@@ -21,7 +21,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.models.language_model import build_language_model, decoder_of
 from hybridrl.models.shrunk_config import shrink_config
 from hybridrl.quantization.int8_products import Int8Weight
-from hybridrl.quantization.rounded_matrix import SMALLEST_SCALE
+from hybridrl.quantization.rounded_matrix import INT8, SMALLEST_SCALE, quantize_rows
 
 BITS = (4, 8, 16, 32)
 INT4_GROUP_SIZE = 64
@@ -83,7 +83,7 @@ class Int8Linear(LowBitLinear):
         return self._weight.whole()
 
     def _take(self, weight: Tensor) -> None:
-        self._weight = Int8Weight.of(weight)
+        self._weight = Int8Weight(quantize_rows(weight, INT8))
 
 
 class Int4Linear(LowBitLinear):
