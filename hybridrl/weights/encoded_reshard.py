@@ -111,7 +111,7 @@ class EncodedReshard:
     Making and calling it are collective, as for `CollectiveReshard`.
 
     Args:
-        plan, dtype, device, group, bucket_bytes: As `CollectiveReshard`'s.
+        plan, dtype, device, group: As `CollectiveReshard`'s.
 
     Raises:
         LayoutError: if a rank would copy to itself.
@@ -123,7 +123,6 @@ class EncodedReshard:
         dtype: torch.dtype,
         device: torch.device,
         group: dist.ProcessGroup,
-        bucket_bytes: int | None = None,
     ) -> None:
         self._dtype, self._device, self._group = dtype, device, group
         self._rank, self._size = group.rank(), group.size()
@@ -133,8 +132,7 @@ class EncodedReshard:
                 f"The plan copies inside rank {self._rank}: only what travels between ranks that "
                 "train and others that generate is sent as differences. Use CollectiveReshard."
             )
-        bucket_bytes = default_bucket_bytes(device.type) if bucket_bytes is None else bucket_bytes
-        room = compute_round_capacity(bucket_bytes, dtype)
+        room = compute_round_capacity(default_bucket_bytes(device.type), dtype)
         self._rounds: list[_Round] = []
         for parts in cut_into_rounds(mine.moves, group, room):
             ends = _Round([], [])
