@@ -99,13 +99,6 @@ def find_measurement(
     return None
 
 
-def unread_files() -> str:
-    """Return a sentence where versions before this one have kept files of their own; else empty."""
-    folder = _file().parents[1]
-    old = [name for name in ("clusters", "costs") if (folder / name).is_dir()]
-    return f"; what earlier versions kept in {folder} is not read" if old else ""
-
-
 def other_machines(kind: str) -> Iterator[Measurement]:
     """Yield what lies in the folder of other machines' measurements of a kind."""
     own = _file()
