@@ -93,12 +93,15 @@ def make_equal_plan(layers: int, stages: int) -> GenerationPlan:
             f"rollout.parallel.pp={stages}: the model has only {layers} layers, and every stage "
             f"has one at least. Set rollout.parallel.pp to at most {layers}."
         )
-    bounds = [layers * number // stages for number in range(stages + 1)]
-    counts = [stop - start for start, stop in itertools.pairwise(bounds)]
-    return GenerationPlan(
-        tuple(GenerationStage(n, (FULL_PRECISION_BITS,) * count) for n, count in enumerate(counts)),
-        stages,
-    )
+    whole = (FULL_PRECISION_BITS,) * layers
+    equal = enumerate(split_evenly(layers, stages))
+    return GenerationPlan(tuple(GenerationStage(n, whole[part]) for n, part in equal), stages)
+
+
+def split_evenly(total: int, parts: int) -> list[slice]:
+    """Split so many things into neighbouring parts that are equally large, as far as possible."""
+    bounds = [total * number // parts for number in range(parts + 1)]
+    return [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
 
 
 def format_generation_plan(plan: GenerationPlan) -> str:
