@@ -76,7 +76,7 @@ def build_memory_table(plan: JobPlan) -> Table:
     )
     for device in plan.memory:
         for number, phase in enumerate(device.phases):
-            share = phase.bytes / plan.cluster.memory_of(device.devices[0])
+            share = phase.bytes / device.memory
             table.add_row(
                 format_ranges(device.devices) if number == 0 else "",
                 f"{phase.role} {PHASE_VERBS.get(phase.phase, phase.phase)}",
@@ -161,9 +161,8 @@ def format_start_summary(plan: JobPlan) -> list[str]:
         how = format_cut(plan, role)
         lines.append(f"  {role:<{width}}  {where}" + (f"  {how}" if how != "whole" else ""))
     phase = plan.fullest.fullest
-    there = plan.cluster.memory_of(plan.fullest.devices[0])
     lines.append(
-        f"memory      up to {format_gib(phase.bytes)} of {format_gib(there)} GiB a "
+        f"memory      up to {format_gib(phase.bytes)} of {format_gib(plan.fullest.memory)} GiB a "
         f"device, while {phase.role} {PHASE_VERBS.get(phase.phase, phase.phase)}"
     )
     if plan.host_bytes:
