@@ -129,8 +129,7 @@ class _Search:
     def _limit(self) -> tuple[float, ...] | None:
         """Return the value that a candidate must be below to be shown; None while any would be."""
         values = sorted(found.value for found in self._best.values())
-        enough = len(values) >= _SHOWN_PLACEMENTS
-        return values[_SHOWN_PLACEMENTS - 1] if enough else None
+        return values[_SHOWN_PLACEMENTS - 1] if len(values) >= _SHOWN_PLACEMENTS else None
 
     def _ways(self) -> list[_Way]:
         found: list[_Way] = []
@@ -202,14 +201,12 @@ class _Search:
         ]
         lacks, fits = math.inf, False
         for base in product(*of_everywhere):
-            fronts = []
-            lack = 0.0
-            for roles, devices in zip(shape.sets, way.devices, strict=True):
-                front, least = self._front(way, base, roles, devices)
-                fronts.append(front)
-                lack = max(lack, least)
-            lacks = min(lacks, lack)
-            for chosen in product(*fronts):
+            of_sets = [
+                self._front(way, base, roles, devices)
+                for roles, devices in zip(shape.sets, way.devices, strict=True)
+            ]
+            lacks = min(lacks, max(least for _, least in of_sets))
+            for chosen in product(*(front for front, _ in of_sets)):
                 fits = True
                 cuts = dict(zip(shape.everywhere, base, strict=True))
                 for roles, options in zip(shape.sets, chosen, strict=True):
@@ -230,10 +227,8 @@ class _Search:
         steps = SteadyStateReplay(timed, where, self._staleness(way.shape))
         value = self.objective.of(steps.seconds, total)
         before = self._best.get(way.shape)
-        limit = self._limit()
-        if before is not None and value >= before.value:
-            return
-        if before is None and limit is not None and value >= limit:
+        limit = self._limit() if before is None else before.value
+        if limit is not None and value >= limit:
             return
         found = FoundPlacement(
             value,

@@ -142,9 +142,8 @@ class PlannedSearchCosts:
     def placement(self, found: FoundPlacement) -> Placement:
         """Build the placement of all roles."""
         places = {}
-        home = GENERATOR_ROLE if GENERATOR_ROLE in found.where else next(iter(found.where))
-        if home != GENERATOR_ROLE and ACTOR_ROLE in found.where:
-            home = ACTOR_ROLE
+        homes = GENERATOR_ROLE, ACTOR_ROLE, *found.where
+        home = next(role for role in homes if role in found.where)
         for name in [*self.placed, GENERATOR_ROLE]:
             if name in found.where:
                 places[name] = RolePlace(tuple(found.where[name]), found.cuts[name].parallel)
@@ -260,12 +259,12 @@ class PlannedSearchCosts:
         if may_cut and parallel.pp == 1:
             pps = powers_of_two(min(MAX_PP, number))
         generates = place.generation is not None and not (apart and role == ACTOR_ROLE)
+        rollouts = rollout_tps if generates else [0]
         for pp in pps:
             for tp in self._tps(runs, parallel.tp, may_cut):
                 cut = replace(parallel, tp=tp, pp=pp)
                 if number % model_parallel_size(cut):
                     continue
-                rollouts = rollout_tps if generates else [0]
                 for rollout_tp, shards in product(rollouts, self._shards(cut, runs, may_cut)):
                     ranks = max(1, rollout_tp * rollout.parallel.pp)
                     whole = replace(cut, shards=shards)
