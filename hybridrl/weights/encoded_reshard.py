@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.errors import LayoutError, RolloutError
-from hybridrl.layout.boxes import box_numel
 from hybridrl.layout.tensor_layout import (
     TensorMove,
     TensorSink,
     TensorSource,
     TransferPlan,
+    count_elements,
     pack_moves,
     unpack_moves,
 )
@@ -138,7 +138,7 @@ class EncodedReshard:
             ends = _Round([], [])
             self._rounds.append(ends)
             for stream, moves in parts:
-                if size := sum(box_numel(move.box) for move in moves):
+                if size := count_elements(moves):
                     sends = stream.sender == self._rank
                     peers = stream.receivers if sends else (stream.sender,)
                     end = _StreamEnd(moves, size, peers, WeightRecord())
