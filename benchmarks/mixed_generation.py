@@ -43,7 +43,7 @@ from hybridrl.quantization.output_kl import token_kl
 from hybridrl.rollout.rollout_engine import EngineSetup, SamplingSettings
 from hybridrl.system.cluster_spec import LinkSpec
 from hybridrl.systems.unequal_generation.cost_probe import (
-    add_model_sizes,
+    compute_model_sizes,
     measure_phase_costs,
     scale_costs,
 )
@@ -220,11 +220,10 @@ def _problem(
     )
     latency, per_byte = found["link"]
     link = LinkSpec(1 / max(per_byte, 1e-18), latency)
-    problem = GenerationProblem(
+    return GenerationProblem(
         *(devices, ((link, link), (link, link)), indicators, budget, SAMPLES, PROMPT, RESPONSE),
-        *({}, 0.0, 0.0, 0.0, 0.0),
+        **compute_model_sizes(load_model_config(str(path)), dtype),
     )
-    return add_model_sizes(problem, load_model_config(str(path)), dtype)
 
 
 def _costs(data: dict[str, Any]) -> PhaseCosts:

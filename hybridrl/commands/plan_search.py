@@ -128,7 +128,7 @@ def _build_data(found: SearchResult, chosen: Mapping[str, object]) -> dict[str, 
                 "settings": {**chosen, **dict(one.settings)},
                 "step_seconds": one.seconds,
                 "idle": dict(one.times.idle),
-                "memory_share": one.plan.filled(one.plan.fullest),
+                "memory_share": one.plan.fullest.filled,
             }
             for one in found.best
         ],

@@ -204,6 +204,11 @@ class TransferTraffic:
     buffer: int = 0
 
 
+def count_elements(moves: Iterable[TensorMove]) -> int:
+    """Count the elements that moves bring to one receiver."""
+    return sum(box_numel(move.box) for move in moves)
+
+
 def make_tensor_sink(tensors: Mapping[str, Tensor]) -> TensorSink:
     """Return a sink that copies values into these tensors, cast to their dtype."""
     return lambda table, values: table.write(tensors.__getitem__, values)

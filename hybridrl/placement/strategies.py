@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 from hybridrl.config.role_models import check_group_names
 from hybridrl.config.schema import PlacementConfig
@@ -44,15 +43,12 @@ def parse_role_settings(settings: PlacementConfig, role: str) -> RolePlaceSettin
         )
     check_group_names(name, read, [f.name for f in fields(RolePlaceSettings)])
     devices, share = read.get("devices"), read.get("share")
-    if devices is not None and not (_is_device_list(devices) and devices):
+    is_list = isinstance(devices, list | tuple) and all(isinstance(d, int) for d in devices)
+    if devices is not None and not (is_list and devices):
         raise ConfigError(f"{name}.devices={devices}: must be a list of device numbers: [0, 1].")
     if share is not None and not (isinstance(share, int | float) and 0 < share <= 1):
         raise ConfigError(f"{name}.share={share}: must be in (0, 1].")
     return RolePlaceSettings(None if devices is None else tuple(devices), share)
-
-
-def _is_device_list(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(d, int) for d in value)
 
 
 def place_colocated(

@@ -56,9 +56,7 @@ def detect_device_kind(devices: str) -> str:
 
 def _has_parameters(config: Config, least: int) -> bool:
     try:
-        return (
-            compute_model_shape(load_model_config(str(config.model.path)), "float32").parameters.all
-            >= least
-        )
+        shape = compute_model_shape(load_model_config(str(config.model.path)), "float32")
     except NotPlannedError:
         return False
+    return shape.parameters.all >= least

@@ -103,7 +103,7 @@ class _OpenJob:
         which vLLM has its share, if that is open and so takes what is left."""
         is_open = self.config.rollout.memory_share is None
         return plan.fits() and all(
-            phase.bytes <= FILLED * self.cluster.memory_of(device.devices[0])
+            phase.bytes <= FILLED * device.memory
             for device in plan.memory
             for phase in device.phases
             if not (is_open and "vllm" in phase.parts)
@@ -269,7 +269,7 @@ def check_plan_fits(plan: JobPlan, tolerance: float = 1.0) -> None:
         what = (
             f"This does not fit: while `{phase.role}` does `{phase.phase}`, device "
             f"{plan.fullest.devices[0]} needs {format_gib(phase.bytes)} GiB ({mostly}, ...) and "
-            f"has {format_gib(plan.cluster.memory_of(plan.fullest.devices[0]))}"
+            f"has {format_gib(plan.fullest.memory)}"
         )
     found = [" ".join(format_settings(cure)) for cure in find_fitting_settings(plan)]
     if not found:
@@ -333,7 +333,7 @@ def _fits(plan: JobPlan, settings: list[Setting]) -> bool:
 
 
 def _badness(plan: JobPlan) -> tuple[bool, float]:
-    return bool(plan.lacking), plan.filled(plan.fullest)
+    return bool(plan.lacking), plan.fullest.filled
 
 
 def format_settings(settings: Iterable[Setting]) -> list[str]:

@@ -81,15 +81,11 @@ class JobPlan:
     @property
     def fullest(self) -> MemoryEstimate:
         """Return the devices with the largest share of their memory in use."""
-        return max(self.memory, key=self.filled)
-
-    def filled(self, device: MemoryEstimate) -> float:
-        """Return the share of memory that a group of equal devices uses at its peak."""
-        return device.fullest.bytes / self.cluster.memory_of(device.devices[0])
+        return max(self.memory, key=lambda device: device.filled)
 
     def fits(self, tolerance: float = 1.0) -> bool:
         """Return whether every device has room for `1 / tolerance` of the predicted memory."""
-        return not self.lacking and self.filled(self.fullest) <= tolerance
+        return not self.lacking and self.fullest.filled <= tolerance
 
 
 def build_job_plan(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from rich.table import Table
 
 from hybridrl.layout.training_mesh import model_parallel_size
 from hybridrl.planner.job_plan import JobPlan
-from hybridrl.planner.step.step_calls import MicroBatchPlan
 from hybridrl.planner.step.step_time import TimeEstimate
 from hybridrl.system.formatting import format_gib
 
@@ -77,11 +76,11 @@ def build_memory_table(plan: JobPlan) -> Table:
     )
     for device in plan.memory:
         for number, phase in enumerate(device.phases):
-            share = phase.bytes / plan.cluster.memory_of(device.devices[0])
+            share = phase.bytes / device.memory
             table.add_row(
                 format_ranges(device.devices) if number == 0 else "",
                 f"{phase.role} {PHASE_VERBS.get(phase.phase, phase.phase)}",
-                *_cells(phase.parts, names),
+                *(format_gib(size) if (size := phase.parts.get(n)) else "." for n in names),
                 format_gib(phase.bytes),
                 f"{share:.0%}",
                 style="bold red" if share > 1 else "bold" if phase is device.fullest else "",
@@ -91,11 +90,6 @@ def build_memory_table(plan: JobPlan) -> Table:
         table.caption = f"memory of a node in GiB: {parts}"
         table.caption_justify, table.caption_style = "left", ""
     return table
-
-
-def _cells(parts: Mapping[str, float], names: Iterable[str]) -> list[str]:
-    """Format the sizes of parts in GiB, in the order of these names."""
-    return [format_gib(size) if (size := parts.get(name, 0)) else "." for name in names]
 
 
 def _memories(plan: JobPlan) -> str:
@@ -137,9 +131,11 @@ def format_step_sizes(plan: JobPlan) -> list[str]:
         )
     for (role, phase), batch in plan.batches.items():
         if phase == "train":
+            shared = f", prompts computed once for their {batch.together} samples"
             lines.append(
                 f"            {role} learns from {batch.total:,} tokens a device and update, in "
-                f"{batch.count} micro-batch(es) of up to {batch.tokens:,}{_shared(batch)}"
+                f"{batch.count} micro-batch(es) of up to {batch.tokens:,}"
+                f"{shared if batch.together > 1 else ''}"
             )
     if plan.times is not None:
         lines += [
@@ -151,13 +147,6 @@ def format_step_sizes(plan: JobPlan) -> list[str]:
     if plan.sync_bytes:
         lines.append(f"sync        {format_gib(plan.sync_bytes)} GiB to each device")
     return lines
-
-
-def _shared(batch: MicroBatchPlan) -> str:
-    """Format for how many samples a prompt is computed once."""
-    if batch.together == 1:
-        return ""
-    return f", prompts computed once for their {batch.together} samples"
 
 
 def format_start_summary(plan: JobPlan) -> list[str]:
@@ -172,9 +161,8 @@ def format_start_summary(plan: JobPlan) -> list[str]:
         how = format_cut(plan, role)
         lines.append(f"  {role:<{width}}  {where}" + (f"  {how}" if how != "whole" else ""))
     phase = plan.fullest.fullest
-    there = plan.cluster.memory_of(plan.fullest.devices[0])
     lines.append(
-        f"memory      up to {format_gib(phase.bytes)} of {format_gib(there)} GiB a "
+        f"memory      up to {format_gib(phase.bytes)} of {format_gib(plan.fullest.memory)} GiB a "
         f"device, while {phase.role} {PHASE_VERBS.get(phase.phase, phase.phase)}"
     )
     if plan.host_bytes:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridrl.quantization.rounded_matrix import INT8, Rows, quantize_rows, quantize_rows_int8
+from hybridrl.quantization.rounded_matrix import Rows, quantize_rows_int8
 from hybridrl.system.device_traits import has_any_size_int_mm, has_onednn_int8, values_per_chunk
 
 MULTIPLE, LEAST_ROWS = 8, 17
@@ -41,11 +41,6 @@ class Int8Weight:
             self._zeros = torch.zeros(self.outputs, dtype=torch.int64)
         else:
             self._values = rows.values
-
-    @classmethod
-    def of(cls, weight: Tensor) -> Int8Weight:
-        """Round a matrix of any dtype to nearest."""
-        return cls(quantize_rows(weight, INT8))
 
     @torch.no_grad()
     def multiply(self, x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.models.language_model import build_language_model, decoder_of
 from hybridrl.models.shrunk_config import shrink_config
 from hybridrl.quantization.int8_products import Int8Weight
-from hybridrl.quantization.rounded_matrix import SMALLEST_SCALE
+from hybridrl.quantization.rounded_matrix import INT8, SMALLEST_SCALE, quantize_rows
 
 BITS = (4, 8, 16, 32)
 INT4_GROUP_SIZE = 64
@@ -83,7 +83,7 @@ class Int8Linear(LowBitLinear):
         return self._weight.whole()
 
     def _take(self, weight: Tensor) -> None:
-        self._weight = Int8Weight.of(weight)
+        self._weight = Int8Weight(quantize_rows(weight, INT8))
 
 
 class Int4Linear(LowBitLinear):
@@ -269,7 +269,8 @@ def check_linear_layers(
     else:
         with torch.device("meta"):
             model = build_language_model(shrink_config(config))
-        found = next(map(_kind, filter(_is_odd, decoder_of(model).modules())), "")
+        odd = (type(module).__name__ for module in decoder_of(model).modules() if _is_odd(module))
+        found = next((f"weights that no linear layer holds (in {name})" for name in odd), "")
     if found:
         raise ConfigError(
             f"{setting} is for models of attention and linear layers, and {path} "
@@ -280,7 +281,3 @@ def check_linear_layers(
 def _is_odd(module: nn.Module) -> bool:
     plain = isinstance(module, nn.Linear | nn.Embedding)
     return not plain and any(own.ndim > 1 for own in module.parameters(recurse=False))
-
-
-def _kind(module: nn.Module) -> str:
-    return f"weights that no linear layer holds (in {type(module).__name__})"

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridrl.layout.boxes import box_numel
 from hybridrl.layout.tensor_layout import (
     TensorMove,
     TensorSink,
@@ -17,6 +16,7 @@ from hybridrl.layout.tensor_layout import (
     TransferPlan,
     TransferTraffic,
     copy_moves,
+    count_elements,
     pack_moves,
     unpack_moves,
 )
@@ -127,7 +127,7 @@ class CollectiveReshard:
         out, into = sum(each.to.values()), sum(each.from_.values())
         outgoing, incoming = buffer[:out], buffer[out : out + into]
         for moves, places in each.sends:
-            size = sum(box_numel(move.box) for move in moves)
+            size = count_elements(moves)
             first = outgoing[places[0] : places[0] + size]
             pack_moves(moves, read, first)
             for place in places[1:]:
@@ -149,7 +149,7 @@ class CollectiveReshard:
         found = _Round([], [], {}, {})
         slots: list[tuple[int, int, int]] = []  # receiver, which of the sends, elements
         for stream, moves in parts:
-            size = sum(box_numel(move.box) for move in moves)
+            size = count_elements(moves)
             if size and stream.sender == self._rank:
                 slots += [(rank, len(found.sends), size) for rank in stream.receivers]
                 found.sends.append((moves, []))

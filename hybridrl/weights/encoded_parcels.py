@@ -42,20 +42,20 @@ class ParcelEncoder:
     ) -> Iterator[EncodedParcel]:
         """Encode the current values by `method`, and count bytes and seconds in `traffic`."""
         traffic.record = 0
-        for parcel in self._sender.pack(read, self._device):
-            if parcel.number == len(self._records):
+        for key, data in self._sender.pack(read, self._device):
+            if key.number == len(self._records):
                 self._records.append(WeightRecord())
-            record = self._records[parcel.number]
+            record = self._records[key.number]
             begin = time.perf_counter()
-            message = record.encode(parcel.data.view(self._dtype), method, version)
+            message = record.encode(data.view(self._dtype), method, version)
             message = message._replace(data=message.data.cpu())
             traffic.encode_seconds += time.perf_counter() - begin
             if message.changed is not None:
                 traffic.changed += message.changed
-                traffic.compared += parcel.data.nbytes // self._dtype.itemsize
+                traffic.compared += data.nbytes // self._dtype.itemsize
             traffic.sent += len(message.data)
             traffic.record += record.nbytes
-            yield ParcelKey(parcel.sender, parcel.number), message
+            yield key, message
 
     def forget(self) -> None:
         """Drop the records, so that the next parcels are not differences."""

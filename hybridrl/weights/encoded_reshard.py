@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.errors import LayoutError, RolloutError
-from hybridrl.layout.boxes import box_numel
 from hybridrl.layout.tensor_layout import (
     TensorMove,
     TensorSink,
     TensorSource,
     TransferPlan,
+    count_elements,
     pack_moves,
     unpack_moves,
 )
@@ -111,7 +111,7 @@ class EncodedReshard:
     Making and calling it are collective, as for `CollectiveReshard`.
 
     Args:
-        plan, dtype, device, group, bucket_bytes: As `CollectiveReshard`'s.
+        plan, dtype, device, group: As `CollectiveReshard`'s.
 
     Raises:
         LayoutError: if a rank would copy to itself.
@@ -123,7 +123,6 @@ class EncodedReshard:
         dtype: torch.dtype,
         device: torch.device,
         group: dist.ProcessGroup,
-        bucket_bytes: int | None = None,
     ) -> None:
         self._dtype, self._device, self._group = dtype, device, group
         self._rank, self._size = group.rank(), group.size()
@@ -133,14 +132,13 @@ class EncodedReshard:
                 f"The plan copies inside rank {self._rank}: only what travels between ranks that "
                 "train and others that generate is sent as differences. Use CollectiveReshard."
             )
-        bucket_bytes = default_bucket_bytes(device.type) if bucket_bytes is None else bucket_bytes
-        room = compute_round_capacity(bucket_bytes, dtype)
+        room = compute_round_capacity(default_bucket_bytes(device.type), dtype)
         self._rounds: list[_Round] = []
         for parts in cut_into_rounds(mine.moves, group, room):
             ends = _Round([], [])
             self._rounds.append(ends)
             for stream, moves in parts:
-                if size := sum(box_numel(move.box) for move in moves):
+                if size := count_elements(moves):
                     sends = stream.sender == self._rank
                     peers = stream.receivers if sends else (stream.sender,)
                     end = _StreamEnd(moves, size, peers, WeightRecord())

@@ -23,6 +23,7 @@ from hybridrl.layout.tensor_layout import (
     TensorSource,
     TransferPlan,
     TransferTraffic,
+    count_elements,
     pack_moves,
     unpack_moves,
 )
@@ -35,23 +36,15 @@ ParcelManifest = Sequence[tuple[tuple[int, ...], int]]
 
 
 class ParcelKey(NamedTuple):
-    """The key of a parcel: the rank that sends it, and its number among that rank's parcels."""
+    """The key of a parcel: the rank that sends it, and its number, from 0, among that rank's."""
 
     sender: int
     number: int
 
 
-class WeightParcel(NamedTuple):
-    """A parcel of weights: the bytes that one rank sends to some others at once.
-
-    Attributes:
-        number: Among the sender's, from 0.
-        data: Its bytes, ``[bytes]`` uint8, in CPU memory unless it was asked for elsewhere.
-    """
-
-    sender: int
-    number: int
-    data: Tensor
+WeightParcel = tuple[ParcelKey, Tensor]
+"""The bytes that one rank sends to some others at once, ``[bytes]`` uint8; they are in CPU memory
+unless they were asked for elsewhere."""
 
 
 class ParcelSender:
@@ -96,9 +89,9 @@ class ParcelSender:
     ) -> Iterator[WeightParcel]:
         """Yield the parcels with the current values, in memory of this device (None: CPU)."""
         for number, moves in enumerate(self._parcels):
-            buffer = torch.empty(_volume(moves), dtype=self._dtype, device=device)
+            buffer = torch.empty(count_elements(moves), dtype=self._dtype, device=device)
             pack_moves(moves, read, buffer)
-            yield WeightParcel(self.rank, number, buffer.view(torch.uint8))
+            yield ParcelKey(self.rank, number), buffer.view(torch.uint8)
 
 
 class ParcelReceiver:
@@ -155,13 +148,13 @@ class ParcelReceiver:
         """
         expected = dict(self._moves)
         received = largest = 0
-        for sender, number, data in parcels:
-            moves = expected.pop(ParcelKey(sender, number), None)
-            size = _volume(moves or ()) * self._dtype.itemsize
+        for key, data in parcels:
+            moves = expected.pop(key, None)
+            size = count_elements(moves or ()) * self._dtype.itemsize
             if size != data.nbytes or not moves:
                 raise LayoutError(
-                    f"Parcel {number} of rank {sender} has {data.nbytes} bytes; rank {self._rank} "
-                    f"expected {size}. Hand it every parcel that it wants once."
+                    f"Parcel {key.number} of rank {key.sender} has {data.nbytes} bytes; rank "
+                    f"{self._rank} expected {size}. Hand it every parcel that it wants once."
                 )
             unpack_moves(moves, write, data.view(self._dtype))
             received, largest = received + size, max(largest, size)
@@ -176,7 +169,7 @@ class ParcelReceiver:
 
     def elements(self, place: ParcelKey) -> int:
         """Return the number of elements of a wanted parcel."""
-        return _volume(self._moves[place])
+        return count_elements(self._moves[place])
 
     def put(self, write: TensorSink, place: ParcelKey, values: Tensor) -> None:
         unpack_moves(self._moves[place], write, values)
@@ -186,10 +179,6 @@ def _parts(stream: Stream, dtype: torch.dtype, parcel_bytes: int) -> list[list[T
     """Return the moves of each parcel of a stream."""
     cut: RoundSchedule = schedule(RankLoad(1, stream.size), max(2, parcel_bytes // dtype.itemsize))
     return [moves for moves in split_stream(stream, cut) if moves]
-
-
-def _volume(moves: Iterable[TensorMove]) -> int:
-    return sum(box_numel(move.box) for move in moves)
 
 
 AT_ONCE = 4
@@ -240,8 +229,7 @@ def group_into_streams(moves: Iterable[TensorMove]) -> list[Stream]:
     for move in moves:
         found[move.sender, move.receivers].append(move)
     return [
-        Stream(*ends, tuple(found[ends]), sum(box_numel(move.box) for move in found[ends]))
-        for ends in sorted(found)
+        Stream(*ends, tuple(found[ends]), count_elements(found[ends])) for ends in sorted(found)
     ]
 
 

@@ -82,7 +82,10 @@ def decode_sparse_delta(data: Tensor, old: Tensor) -> Tensor:
     Raises:
         ValueError: if `data` cannot be a difference to `old`: it was damaged on its way.
     """
-    form, changed, wide_count, where_bytes = _read_header(data)
+    if len(data) < HEADER_BYTES:
+        raise ValueError(f"{len(data)} bytes are too few for a header.")
+    header = data[:HEADER_BYTES].clone().view(torch.int64)
+    form, changed, wide_count, where_bytes = header.tolist()
     wide_type, narrow_type = INTEGER_DTYPES[old.itemsize]
     if data.storage_offset() % HEADER_BYTES:
         data = data.clone()  # integers are read where they are aligned only
@@ -149,9 +152,3 @@ def _unpack(packed: Tensor, count: int) -> Tensor:
 
 def _header(form: int, changed: int, wide: int, where: int, device: torch.device) -> Tensor:
     return torch.tensor([form, changed, wide, where]).view(torch.uint8).to(device)
-
-
-def _read_header(data: Tensor) -> list[int]:
-    if len(data) < HEADER_BYTES:
-        raise ValueError(f"{len(data)} bytes are too few for a header.")
-    return data[:HEADER_BYTES].clone().view(torch.int64).tolist()

@@ -9,6 +9,8 @@ are told the same figures.
 
 from __future__ import annotations
 
+import math
+
 from hybridrl.system.measured_choice import MeasuredChoice, quickest
 from hybridrl.weights.weight_message import DELTA_SYNC, FULL_SYNC
 
@@ -86,13 +88,10 @@ class SyncMethodChoice:
             self._decided, self._ahead = None, [FULL_SYNC, DELTA_SYNC]
             self._seconds = {method: [] for method in self._seconds}
 
-    def _best(self) -> tuple[float, float]:
-        """Return the best seconds of full values and of differences."""
-        times = self._seconds
-        return min(*times[FULL_SYNC], *times[PLAIN_SYNC], float("inf")), min(times[DELTA_SYNC])
-
     def _decide(self) -> None:
-        (full, delta), tried = self._best(), len(self._seconds[PLAIN_SYNC])
+        times = self._seconds
+        full, delta = min(*times[FULL_SYNC], *times[PLAIN_SYNC], math.inf), min(times[DELTA_SYNC])
+        tried = len(times[PLAIN_SYNC])
         needless = full <= delta or full >= _DECISIVE_RATIO * delta
         if not tried and not needless:
             self._ahead = [PLAIN_SYNC]

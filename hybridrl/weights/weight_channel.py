@@ -285,28 +285,28 @@ class WeightChannel:
 def _parcels_to_batch(parcels: Sequence[WeightParcel]) -> Batch:
     return Batch.from_columns(
         {
-            "sender": torch.tensor([p.sender for p in parcels], dtype=torch.int64),
-            "number": torch.tensor([p.number for p in parcels], dtype=torch.int64),
-            "data": [p.data for p in parcels] or ragged([], torch.uint8),
+            "sender": torch.tensor([key.sender for key, _ in parcels], dtype=torch.int64),
+            "number": torch.tensor([key.number for key, _ in parcels], dtype=torch.int64),
+            "data": [data for _, data in parcels] or ragged([], torch.uint8),
         }
     )
 
 
 def _encoded_to_batch(coded: Sequence[EncodedParcel]) -> Batch:
     """Build a batch of encoded parcels with the headers of their messages."""
-    parcels = [WeightParcel(*place, message.data) for place, message in coded]
+    parcels = [(key, message.data) for key, message in coded]
     headers = [torch.tensor(message.header) for _, message in coded] or ragged([], torch.int64)
     return _parcels_to_batch(parcels).with_columns({"header": headers})
 
 
 def _batch_to_encoded(batch: Batch) -> Iterator[EncodedParcel]:
-    for parcel, header in zip(_batch_to_parcels(batch), batch["header"].rows(), strict=True):
-        message = WeightMessage(MessageHeader(*header.tolist()), parcel.data)
-        yield ParcelKey(parcel.sender, parcel.number), message
+    headers = batch["header"].rows()
+    for (key, data), header in zip(_batch_to_parcels(batch), headers, strict=True):
+        yield key, WeightMessage(MessageHeader(*header.tolist()), data)
 
 
 def _batch_to_parcels(batch: Batch) -> Iterator[WeightParcel]:
     places = zip(batch["sender"].tolist(), batch["number"].tolist(), strict=True)
     for (sender, number), data in zip(places, batch["data"].rows(), strict=True):
         # Plain: each goes through many operations, and none writes into it.
-        yield WeightParcel(sender, number, data.as_subclass(torch.Tensor))
+        yield ParcelKey(sender, number), data.as_subclass(torch.Tensor)

@@ -150,7 +150,7 @@ class WeightRecord:
         return values
 
     def _keep(self, values: Tensor, version: int) -> None:
-        if self.values is None or len(self.values) != len(values):
+        if self.values is None:
             self.values = torch.empty(len(values), dtype=values.dtype)
         self.values.copy_(values)
         self.version = version

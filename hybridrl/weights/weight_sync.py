@@ -28,7 +28,7 @@ from hybridrl.layout.transfer_planner import plan_transfer
 from hybridrl.parallel.collectives import all_gather_distinct
 from hybridrl.parallel.process_group import ParallelMesh
 from hybridrl.rollout.rollout_engine import RolloutEngine
-from hybridrl.rollout.weight_writer import WeightWriter
+from hybridrl.rollout.weight_writer import WeightPieces, WeightWriter
 from hybridrl.system.device_traits import default_bucket_bytes
 from hybridrl.weights.collective_reshard import CollectiveReshard
 from hybridrl.weights.encoded_reshard import EncodedReshard, SyncCost
@@ -98,14 +98,12 @@ class WeightSync:
         """Plan the sync between two layouts on the same ranks. Collective. Returns None where
         weights have to be sent in full: an engine cannot say which pieces it holds, or adapters
         have to be merged."""
-        pieces = None if train.has_adapters else rollout.pieces(train.layout().shapes)
-        group = train.mesh.group()
-        found = [pieces] if group is None else all_gather_distinct(pieces, group)
-        held = {rank: here for rank, here in enumerate(found) if here is not None}
-        if len(held) < len(found):
+        if train.has_adapters:
             return None
-        source = train.layout()
-        target = TensorLayout(source.shapes, held)
+        source, group = train.layout(), train.mesh.group()
+        target = _gather_target(source, rollout.pieces(source.shapes), group)
+        if target is None:
+            return None
         return cls(source, target, dtype, train.device, group, train, rollout)
 
     @classmethod
@@ -125,12 +123,8 @@ class WeightSync:
         if (source := said[0]) is None:
             return None
         pieces = {} if rollout is None else rollout.pieces(source.shapes)
-        found = all_gather_distinct(pieces, group)
-        if any(of_rank is None for of_rank in found):
+        if (target := _gather_target(source, pieces, group)) is None:
             return None
-        target = TensorLayout(
-            source.shapes, {rank: here for rank, here in enumerate(found) if here}
-        )
         return cls(source, target, dtype, device, group, train, rollout)
 
     def run(self) -> SyncCost:
@@ -176,3 +170,13 @@ class WeightSync:
             return here.__getitem__, make_tensor_sink({}), None
         writer = self._rollout.writer()
         return here.__getitem__, writer.write_boxes, writer
+
+
+def _gather_target(
+    source: TensorLayout, pieces: WeightPieces | None, group: dist.ProcessGroup | None
+) -> TensorLayout | None:
+    """Gather what each rank's engine holds; None if one of them cannot say."""
+    found = [pieces] if group is None else all_gather_distinct(pieces, group)
+    if any(here is None for here in found):
+        return None
+    return TensorLayout(source.shapes, {rank: here for rank, here in enumerate(found) if here})

@@ -62,9 +62,9 @@ def test_micro_batches_have_room() -> None:
         ((name, tokens),) = found
         assert name == "actor.tokens_per_microbatch"
         plan = build_job_plan(apply_changes(config, found), cluster)
-        assert plan.filled(plan.fullest) <= 0.9
+        assert plan.fullest.filled <= 0.9
         more = build_job_plan(apply_changes(config, [(name, 2 * tokens)]), cluster)
-        assert more.filled(more.fullest) > 0.9
+        assert more.fullest.filled > 0.9
 
 
 @pytest.mark.parametrize(
@@ -138,9 +138,9 @@ def test_layers_keep_what_there_is_memory_for(devices, tokens, more, kept) -> No
         quicker = chosen_settings.KEPT[: chosen_settings.KEPT.index(kept)]
         for mode in quicker[:1] if more else quicker:  # a ring keeps all or nothing
             plan = build_job_plan(apply_changes(config, [(setting, mode)]), cluster)
-            assert plan.filled(plan.fullest) > 0.9
+            assert plan.fullest.filled > 0.9
         plan = build_job_plan(apply_changes(config, chosen), cluster)
-        assert kept == "full" or plan.filled(plan.fullest) <= 0.9
+        assert kept == "full" or plan.fullest.filled <= 0.9
 
 
 def test_an_open_share_of_vllm_takes_what_training_leaves() -> None:

@@ -127,7 +127,7 @@ def test_devices_that_differ_are_planned_each_for_itself():
     assert of_small.devices == tuple(range(8, 16))
     generates = next(phase for phase in of_small.phases if phase.phase == "generate")
     assert 0 < generates.parts["kv_cache"] < 22 * GIB  # a share of its own memory
-    assert plan.filled(of_small) == of_small.fullest.bytes / (22 * GIB)
+    assert of_small.filled == of_small.fullest.bytes / (22 * GIB)
 
 
 def test_whoever_works_together_waits_for_the_slowest():

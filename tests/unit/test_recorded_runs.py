@@ -360,7 +360,8 @@ def test_whoever_receives_weights_waits_for_whoever_sends_them():
     """What comes earlier on the side of the receiver changes nothing, but that it waits less."""
     trains = record(1, "actor", 0, 0, [("train", 0.0, 4.5, 0.0)])
     generates = record(2, "generator", 0, 1, [("generate", 0.0, 2.0, 0.0)])
-    graph = build_recorded_graph([trains, generates, *weights(3, (0.5, 3.0), (0.0, 2.5))], BEGIN)
+    records = [trains, generates, *weights(3, (0.5, 3.0), (0.0, 2.5))]
+    graph = build_recorded_graph(records, BEGIN, BEGIN + 5.0)
     assert replay_graph(graph).makespan == pytest.approx(5.0)
     longer = scale_speed(graph, NodeFilter("generator", "generate"), 0.5)
     assert replay_graph(longer).makespan == pytest.approx(5.0)

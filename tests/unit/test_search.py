@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 from tiers import few_of
 
+from hybridrl.planner.search.memory_states import prune_options
 from hybridrl.planner.search.placement_search import search_placements
 from hybridrl.planner.search.placement_space import (
     PlacementShape,
@@ -45,7 +46,7 @@ class RandomCosts:
         dice = self.dice = random.Random(seed)
         self.roles = ["actor", "critic", "reference", "reward"][: dice.randint(1, 4)]
         self.learning = [role for role in self.roles if role in ("actor", "critic")]
-        self.generator = ("actor", "generator") if dice.random() < 0.7 else None
+        self.separable = dice.random() < 0.7
         self.differ = dice.random() < 0.3
         self.devices = dice.randint(1, 4 if len(self.roles) < 4 else 3)
         self.models = [dice.choice("xy") if self.differ else "x" for _ in range(self.devices)]
@@ -54,18 +55,20 @@ class RandomCosts:
         self.room = {"x": dice.randint(20, 60), "y": dice.randint(20, 60)}
         self._made = {}
 
-    def calls(self, shape):
-        generates = "generator" if "generator" in shape.roles else "actor"
+    def calls(self, apart):
+        generates = "generator" if apart else "actor"
         calls = [PlannedCall(generates, "sync", 1), PlannedCall(generates, "generate", 1)]
         calls += [PlannedCall(role, "score", 1) for role in self.roles]
         return calls + [PlannedCall(role, "train", 1) for role in self.learning]
 
-    def options(self, variant, shape, role, devices):
-        apart = "generator" in shape.roles
+    def options(self, variant, apart, role, devices):
+        return prune_options(self.all_options(variant, apart, role, devices))
+
+    def all_options(self, variant, apart, role, devices):
         key = variant, apart, role, devices
         if key not in self._made:
             dice = random.Random(f"{self.room}{key[1:]}")  # memory and seconds of the asked, less
-            number = sum(call.role == role for call in self.calls(shape))
+            number = sum(call.role == role for call in self.calls(apart))
             kinds = dict.fromkeys(self.models[d] for d in devices)
             self._made[key] = [
                 CutOption(
@@ -90,7 +93,7 @@ class RandomCosts:
     def capacities(self, devices):
         return {self.models[d]: self.room[self.models[d]] for d in devices}
 
-    def process(self, shape, roles):
+    def process(self, apart, roles):
         return 1.0 + ("generator" in roles)
 
     def offloads(self, variant):
@@ -102,7 +105,7 @@ def fits(costs, shape, variant, where, chosen):
         here = [role for role, devices in where.items() if device in devices]
         model = costs.models[device]
         taken = [chosen[role].taken[model] for role in here]
-        process = costs.process(shape, here)
+        process = costs.process(shape.is_separated, here)
         moments, built = [process + sum(t.resident for t in taken)], process
         if costs.offloads(variant):
             moments = [process + t.resident + w for t in taken for w in t.working]
@@ -119,7 +122,7 @@ def fits(costs, shape, variant, where, chosen):
 def all_shapes(costs):
     """By giving each role the number of its set, in every way."""
     found = {}
-    for roles in [costs.roles] + ([[*costs.roles, "generator"]] if costs.generator else []):
+    for roles in [costs.roles] + ([[*costs.roles, "generator"]] if costs.separable else []):
         for labels in product(range(len(roles)), repeat=len(roles)):
             sets = [tuple(r for r, x in zip(roles, labels, strict=True) if x == n) for n in labels]
             sets = tuple(dict.fromkeys(sets))
@@ -144,14 +147,15 @@ def brute_force(costs, objective, totals):
                     where |= dict.fromkeys(some, range(start, start + size))
                     start += size
                 roles = list(shape.roles)
-                per_role = [costs.options(variant, shape, role, where[role]) for role in roles]
+                apart = shape.is_separated
+                per_role = [costs.all_options(variant, apart, r, where[r]) for r in roles]
                 for options in product(*per_role):
                     chosen = dict(zip(roles, options, strict=True))
                     placed = {role: where[role] for role in roles}
                     if not fits(costs, shape, variant, placed, chosen):
                         continue
                     rest = {role: iter(option.seconds) for role, option in chosen.items()}
-                    timed = [(call, next(rest[call.role])) for call in costs.calls(shape)]
+                    timed = [(call, next(rest[call.role])) for call in costs.calls(apart)]
                     staleness = costs.staleness if "generator" in roles else 0
                     step = SteadyStateReplay(timed, placed, staleness).seconds
                     key = frozenset(shape.sets), shape.everywhere
@@ -178,7 +182,7 @@ def test_the_search_finds_what_brute_force_finds(seed):
     assert report.complete
     assert [found.value for found in report.best] == expected[:5]
     for found in report.best:
-        calls = costs.calls(found.shape)
+        calls = costs.calls(found.shape.is_separated)
         assert {call.role for call in calls} <= set(found.where) == set(found.cuts)
     if not expected:
         assert all(lack > 1 for lack in report.misfits.values())

@@ -6,7 +6,7 @@ import torch
 
 from hybridrl.weights.encoded_parcels import ParcelEncoder
 from hybridrl.weights.encoded_reshard import SyncCost
-from hybridrl.weights.parcel_transfer import WeightParcel
+from hybridrl.weights.parcel_transfer import ParcelKey
 from hybridrl.weights.sync_choice import SyncMethodChoice
 from hybridrl.weights.weight_channel import WeightChannel
 from hybridrl.weights.weight_message import SYNC_METHODS
@@ -20,7 +20,7 @@ class OneParcel:
     rank = 0
 
     def pack(self, read, device):
-        yield WeightParcel(0, 0, read("weight").view(torch.uint8))
+        yield ParcelKey(0, 0), read("weight").view(torch.uint8)
 
 
 def channel():

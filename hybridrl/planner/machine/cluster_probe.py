@@ -68,17 +68,16 @@ def probe_cluster(cluster: ClusterSpec, folder: Path) -> ClusterSpec:
 
 def _measure(device: torch.device, world: int) -> dict[str, float]:
     side = _MATRIX_SIDE.get(device.type, _ACCELERATOR_MATRIX_SIDE)
-    names, runs = [], []
+    runs: dict[str, Callable[[], object]] = {}
     for name, dtype in _PROBED_PRECISIONS.items():
         run = _product(side, dtype, device)
         with contextlib.suppress(RuntimeError):  # the ranks of a machine lack the same kernels
             run()
-            names.append(name)
-            runs.append(run)
+            runs[name] = run
     few = torch.ones(FEW_ROWS, side, device=device)
     square = torch.ones(side, side, device=device)
-    *seconds, few_s = measure_seconds([*runs, lambda: few @ square], device, world=world)
-    found = {name: 2 * side**3 / s for name, s in zip(names, seconds, strict=True)}
+    *seconds, few_s = measure_seconds([*runs.values(), lambda: few @ square], device, world=world)
+    found = {name: 2 * side**3 / s for name, s in zip(runs, seconds, strict=True)}
     found["few_rows"] = 2 * FEW_ROWS * side**2 / few_s
     found["memory"] = measure_memory_rate(device, world)
     found["small_op"] = measure_small_op(world)

@@ -30,7 +30,6 @@ from hybridrl.planner.machine.measurements import (
     describe_devices,
     find_measurement,
     keep_measurement,
-    unread_files,
 )
 from hybridrl.planner.step.operator_work import CostPredictor
 from hybridrl.planner.step.step_calls import SampleLengths, compute_step_sizes
@@ -79,17 +78,14 @@ def resolve_rates(
     tokens = min(config.actor.tokens_per_microbatch or sizes.tokens, sizes.tokens // devices + 1)
     runs = LayerRuns.of_job(path, dtype, tokens, sizes.sample_tokens)
     about = {**describe_devices(here), **runs._asdict(), "path": _architecture(path)}
-    kept, unread = find_measurement(LAYERS, about), ""
-    if kept is None:
-        known = apply_vendor_rates(here) if makers_first else None
-        if known is not None:
+    if (kept := find_measurement(LAYERS, about)) is None:
+        if makers_first and (known := apply_vendor_rates(here)) is not None:
             return DeviceRates.known(known, dtype)
         kept = begin_measurement(LAYERS, about)
         found = _measure_here(here, runs) if measure is None else measure(runs)
         kept = replace(kept, data=found)
         keep_measurement(kept)
-        unread = unread_files()
-    source = f"a probe of {devices} device(s) with layers of this model, {kept}{unread}"
+    source = f"a probe of {devices} device(s) with layers of this model, {kept}"
     return [DeviceRates(**kept.data, source=source)] * devices
 
 

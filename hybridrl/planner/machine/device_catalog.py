@@ -18,7 +18,7 @@ from hybridrl.system.cluster_spec import (
     LinkSpec,
     NodeSpec,
 )
-from hybridrl.system.container_limits import count_usable_cores, read_container_memory
+from hybridrl.system.container_limits import read_container_memory
 from hybridrl.system.device_traits import read_gpu_name_and_memory
 
 GIB = 2**30
@@ -190,8 +190,3 @@ def read_node_memory() -> float:
     """Return the bytes that the processes of this machine may use together."""
     total, container = psutil.virtual_memory().total, read_container_memory()
     return float(min(total, container.limit) if container else total)
-
-
-def count_cores_per_device(cluster: ClusterSpec) -> int:
-    """Return the number of threads of each CPU slot."""
-    return max(1, count_usable_cores() // cluster.devices_per_node)

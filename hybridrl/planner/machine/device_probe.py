@@ -15,8 +15,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from hybridrl.errors import HybridRLError
-from hybridrl.planner.machine.device_catalog import count_cores_per_device
 from hybridrl.system.cluster_spec import ClusterSpec
+from hybridrl.system.container_limits import count_usable_cores
 from hybridrl.system.device_traits import COLLECTIVE_BACKENDS, set_current_device
 from hybridrl.system.timing import measure_seconds
 
@@ -48,10 +48,9 @@ def measure_on_all(measure: Callable[..., Any], cluster: ClusterSpec, *job: Any)
     here = cluster.devices_per_node
     if cluster.is_cuda:
         here = min(here, torch.accelerator.device_count())
-    # One device has this process's own threads, whatever their number.
-    threads = torch.get_num_threads() if here == 1 else count_cores_per_device(cluster)
-    if here == 1:
+    if here == 1:  # it has this process's own threads, whatever their number
         return [measure(set_current_device(cluster.kind, 0), 1, *job)]
+    threads = max(1, count_usable_cores() // cluster.devices_per_node)
     # A fork is quick, but what used GPUs or several threads before must not be forked.
     kind = "fork" if cluster.kind == "cpu" and threads == 1 else "spawn"
     context: Any = mp.get_context(kind)

@@ -43,12 +43,8 @@ class LayerRuns(NamedTuple):
     @classmethod
     def of_job(cls, path: str, dtype: str, tokens: int, length: float) -> LayerRuns:
         """Return the runs for micro-batches of so many tokens."""
-        few = max(1, round(length))
-        work = (
-            PROBED_LAYERS
-            * 3
-            * _operations(compute_model_shape(load_model_config(path), dtype), few)
-        )
+        few, shape = max(1, round(length)), compute_model_shape(load_model_config(path), dtype)
+        work = PROBED_LAYERS * 3 * _operations(shape, few)
         longest = max(8 * few, 512, round(_MAX_OPERATIONS / work))
         return cls(path, dtype, few, max(2, min(tokens, longest) // few) * few)
 

@@ -22,6 +22,7 @@ from hybridrl.system.cluster_spec import ClusterSpec
 from hybridrl.system.container_limits import count_usable_cores
 from hybridrl.system.content_cache import find_cache_folder
 from hybridrl.system.formatting import format_seconds
+from hybridrl.system.locations import write_atomically
 
 CLUSTER, LAYERS, OPERATORS, PREDICTIONS = "cluster", "layers", "operators", "predictions"
 """Kinds of measurements: rates of devices and links, layers of a model, pieces of work, and how far
@@ -80,11 +81,9 @@ def keep_measurement(measurement: Measurement) -> Path | None:
         one for one in _read(file) if (one.kind, one.about) != (measurement.kind, measurement.about)
     ]
     kept = [*others, measurement][-KEPT:]
+    content = json.dumps({"measurements": [asdict(one) for one in kept]})
     with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps({"measurements": [asdict(one) for one in kept]}))
-        part.replace(file)
+        write_atomically(file, content.encode())
         return file
     return None
 
@@ -98,13 +97,6 @@ def find_measurement(
         if (one.kind, one.about) == (kind, about) and one.date >= least:
             return one
     return None
-
-
-def unread_files() -> str:
-    """Return a sentence where versions before this one have kept files of their own; else empty."""
-    folder = _file().parents[1]
-    old = [name for name in ("clusters", "costs") if (folder / name).is_dir()]
-    return f"; what earlier versions kept in {folder} is not read" if old else ""
 
 
 def other_machines(kind: str) -> Iterator[Measurement]:

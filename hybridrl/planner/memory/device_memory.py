@@ -57,15 +57,22 @@ class MemoryEstimate:
     Attributes:
         devices: Their numbers.
         phases: Of each role in turn.
+        memory: Bytes that each of them has.
     """
 
     devices: tuple[int, ...]
     phases: tuple[PhaseMemory, ...]
+    memory: float
 
     @property
     def fullest(self) -> PhaseMemory:
         """Return the phase with the highest peak."""
         return max(self.phases, key=lambda phase: phase.bytes)
+
+    @property
+    def filled(self) -> float:
+        """Return the share of memory in use at the peak."""
+        return self.fullest.bytes / self.memory
 
 
 def estimate_device_memory(planner: JobRoles) -> list[MemoryEstimate]:
@@ -78,11 +85,13 @@ def estimate_device_memory(planner: JobRoles) -> list[MemoryEstimate]:
             if device in place.devices
         )
         alike[here, made.model].append(device)
-    return [
-        MemoryEstimate(tuple(devices), tuple(_phases(planner, dict(here), devices[0])))
-        for (here, _), devices in alike.items()
-        if here
-    ]
+    found = []
+    for (here, model), devices in alike.items():
+        if here:
+            memory = planner.cluster.models[model].memory
+            phases = tuple(_phases(planner, dict(here), memory))
+            found.append(MemoryEstimate(tuple(devices), phases, memory))
+    return found
 
 
 def find_generator_shortage(planner: JobRoles) -> str:
@@ -115,8 +124,7 @@ def choose_memory_share(planner: JobRoles, memory: Sequence[MemoryEstimate]) -> 
         memory: With any share.
     """
     taken = max(
-        sum(size for name, size in phase.parts.items() if name not in _ENGINE_PARTS)
-        / planner.cluster.memory_of(device.devices[0])
+        sum(size for name, size in phase.parts.items() if name not in _ENGINE_PARTS) / device.memory
         for device in memory
         for phase in device.phases
         if "vllm" in phase.parts
@@ -197,9 +205,8 @@ def estimate_process_bytes(planner: JobRoles, roles: Collection[str]) -> float:
     return _PROCESS_BYTES[kind] + (_VLLM_IMPORT_BYTES[kind] if is_vllm else 0.0)
 
 
-def _phases(planner: JobRoles, stages: Mapping[str, int], device: int) -> Iterable[PhaseMemory]:
+def _phases(planner: JobRoles, stages: Mapping[str, int], memory: float) -> Iterable[PhaseMemory]:
     """List the memory of each phase of the roles on a device, each with its pipeline stage."""
-    memory = planner.cluster.memory_of(device)
     process = {"process": estimate_process_bytes(planner, stages)}
     taken = {
         role: estimate_role_memory(planner, role, stage, memory) for role, stage in stages.items()

@@ -223,16 +223,13 @@ class ModelPart:
         backward = batch.tokens * token.fixed
         head = item * shape.head.trained if self.ends[1] else 0
         several = batch.count > 1
-        before: float
-        end: float
-        reduced: float
         if self.is_small:
-            before = FLOAT32_BYTES * trained if several else 0
+            before: float = FLOAT32_BYTES * trained if several else 0
             unit = 0.0 if several else head
             # In float32 autograd adds to what is there; in others a second copy takes the new ones.
             end = FLOAT32_BYTES * trained if item == FLOAT32_BYTES else before + item * trained
-            reduced = (FLOAT32_BYTES if several else item) * trained + FLOAT32_BYTES * trained
-            reduced = max(reduced, FLOAT32_BYTES * trained + shard)
+            given = (FLOAT32_BYTES if several else item) * trained
+            reduced = FLOAT32_BYTES * trained + max(given, shard)
         else:
             before = shard if several else 0
             kept_until_end = head if shape.tied else 0

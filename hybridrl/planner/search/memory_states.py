@@ -92,11 +92,6 @@ def sum_by_flow_stage(calls: Sequence[PlannedCall], seconds: Sequence[float]) ->
     return [sum(found[phase] for phase in phases) for phases, _, _ in STEP_FLOW]
 
 
-def compute_peak_bytes(option: CutOption) -> float:
-    """Compute the peak bytes of an option on the device that it fills most."""
-    return max(taken.fullest for taken in option.taken.values())
-
-
 def prune_options(options: Sequence[CutOption]) -> list[CutOption]:
     """Return the options that no other one dominates, in the time of each call and in memory."""
 

@@ -20,9 +20,7 @@ from typing import Any, NamedTuple
 
 from hybridrl.planner.search.memory_states import (
     MemoryState,
-    compute_peak_bytes,
     prune_memory_states,
-    prune_options,
     sum_by_flow_stage,
 )
 from hybridrl.planner.search.placement_space import (
@@ -71,7 +69,7 @@ def search_placements(
         among: Shapes to look at; None: all that there are.
     """
     if among is None:
-        among = list(list_shapes(costs.roles, costs.learning, costs.generator))
+        among = list(list_shapes(costs.roles, costs.learning, costs.separable))
     until = time.monotonic() + deadline_s
     return _Search(costs, objective or SearchObjective(), until, accept, among).run()
 
@@ -83,7 +81,6 @@ class _Search:
     until: float
     accept: Callable[[FoundPlacement], bool]
     among: Sequence[PlacementShape]
-    _options: dict[Any, list[CutOption]] = field(default_factory=dict)
     _least: dict[Any, tuple[float, ...] | None] = field(default_factory=dict)
     _fronts: dict[Any, tuple[list[tuple[CutOption, ...]], float]] = field(default_factory=dict)
     _best: dict[PlacementShape, FoundPlacement] = field(default_factory=dict)
@@ -123,21 +120,16 @@ class _Search:
         """Add the same placement with other settings, which are never faster, while they can beat
         what was found."""
         best = self._best.get(way.shape)
-        total = sum(len(devices) for devices in way.devices)
-        calls = self.costs.calls(way.shape)
-        for number in range(1, len(self.costs.variants)):
-            if best is None or way.bound < best.value:
-                variant = self.costs.variants[number]
-                bound = self._bound(way.shape, calls, variant, way.devices, total)
-                if bound is not None:
-                    value = self.objective.of(bound, total)
-                    heappush(ways, way._replace(bound=value, variant=number))
+        if best is not None and way.bound >= best.value:
+            return
+        for number, variant in enumerate(self.costs.variants[1:], 1):
+            if (bound := self._bound(way.shape, variant, way.devices)) is not None:
+                heappush(ways, way._replace(bound=bound, variant=number))
 
     def _limit(self) -> tuple[float, ...] | None:
         """Return the value that a candidate must be below to be shown; None while any would be."""
         values = sorted(found.value for found in self._best.values())
-        enough = len(values) >= _SHOWN_PLACEMENTS
-        return values[_SHOWN_PLACEMENTS - 1] if enough else None
+        return values[_SHOWN_PLACEMENTS - 1] if len(values) >= _SHOWN_PLACEMENTS else None
 
     def _ways(self) -> list[_Way]:
         found: list[_Way] = []
@@ -145,99 +137,76 @@ class _Search:
         for total in totals if self.objective.with_fewer else totals[-1:]:
             borders = list_split_points(total)
             for shape in self.among:
-                calls = self.costs.calls(shape)
                 for parts in list_device_ranges(borders, len(shape.sets), self.costs.differ):
-                    bound = self._bound(shape, calls, self.costs.variants[0], parts, total)
+                    bound = self._bound(shape, self.costs.variants[0], parts)
                     if bound is not None:
-                        value = self.objective.of(bound, total)
-                        found.append(_Way(value, len(found), shape, 0, tuple(parts)))
+                        found.append(_Way(bound, len(found), shape, 0, tuple(parts)))
                 if time.monotonic() > self.until:
                     return found
         return found
 
     def _bound(
-        self,
-        shape: PlacementShape,
-        calls: Sequence[PlannedCall],
-        variant: SettingChanges,
-        parts: Sequence[range],
-        total: int,
-    ) -> float | None:
-        """Return a lower bound of the seconds of a step; None if a role cannot be cut over its
+        self, shape: PlacementShape, variant: SettingChanges, parts: Sequence[range]
+    ) -> tuple[float, ...] | None:
+        """Return a lower bound of the value of a placement; None if a role cannot be cut over its
         devices."""
+        total = sum(map(len, parts))
         placed = [(shape.everywhere, range(total)), *zip(shape.sets, parts, strict=True)]
         sums: list[list[float]] = []
         for roles, devices in placed:
-            least = [self._least_of(shape, calls, variant, role, devices) for role in roles]
+            least = [self._least_of(shape, variant, role, devices) for role in roles]
             known = [seconds for seconds in least if seconds is not None]
             if len(known) < len(least):
                 return None
             sums.append([sum(stage) for stage in zip(*known, [0.0] * len(STEP_FLOW), strict=True)])
         common, *of_sets = sums
         if self._staleness(shape):
-            return max(sum(of_set) + sum(common) for of_set in of_sets)
-        slowest: list[float] = [max(stage) for stage in zip(*of_sets, strict=True)]
-        return sum(common) + sum(slowest)
+            seconds = max(sum(of_set) + sum(common) for of_set in of_sets)
+        else:
+            seconds = sum(common) + sum(max(stage) for stage in zip(*of_sets, strict=True))
+        return self.objective.of(seconds, total)
 
     def _staleness(self, shape: PlacementShape) -> int:
-        return self.costs.staleness if self._is_apart(shape) else 0
-
-    def _options_of(
-        self, variant: SettingChanges, shape: PlacementShape, role: str, devices: range
-    ) -> list[CutOption]:
-        key = variant, self._is_apart(shape), role, devices
-        if key not in self._options:
-            found = self.costs.options(variant, shape, role, devices)
-            self._options[key] = prune_options(found)
-        return self._options[key]
-
-    def _is_apart(self, shape: PlacementShape) -> bool:
-        """Return whether the generator is a role of its own, which decides the options of a
-        role."""
-        return self.costs.generator is not None and self.costs.generator[1] in shape.roles
+        return self.costs.staleness if shape.is_separated else 0
 
     def _least_of(
-        self,
-        shape: PlacementShape,
-        calls: Sequence[PlannedCall],
-        variant: SettingChanges,
-        role: str,
-        devices: range,
+        self, shape: PlacementShape, variant: SettingChanges, role: str, devices: range
     ) -> tuple[float, ...] | None:
         """Return, by stage of the flow, the seconds of a role's fastest cut; None if it has
         none."""
-        key = variant, self._is_apart(shape), role, devices
+        key = variant, shape.is_separated, role, devices
         if key not in self._least:
-            options = self._options_of(variant, shape, role, devices)
-            own = [call for call in calls if call.role == role]
+            own = self._calls_of(shape, role)
             self._least[key] = None
-            if options:
+            if options := self.costs.options(*key):
                 stages = [sum_by_flow_stage(own, option.seconds) for option in options]
                 self._least[key] = tuple(min(times) for times in zip(*stages, strict=True))
         return self._least[key]
+
+    def _calls_of(self, shape: PlacementShape, role: str) -> list[PlannedCall]:
+        return [call for call in self.costs.calls(shape.is_separated) if call.role == role]
 
     def _judge(self, way: _Way) -> float | None:
         """Evaluate a candidate and record its best cuts if they are the best of its shape; return
         the memory needed over the memory available if nothing fits."""
         shape, variant = way.shape, self.costs.variants[way.variant]
         total = sum(len(devices) for devices in way.devices)
-        calls = self.costs.calls(shape)
+        calls = self.costs.calls(shape.is_separated)
         where = {role: range(total) for role in shape.everywhere}
         for roles, devices in zip(shape.sets, way.devices, strict=True):
             where |= dict.fromkeys(roles, devices)
         of_everywhere = [
-            self._options_of(variant, shape, role, range(total)) for role in shape.everywhere
+            self.costs.options(variant, shape.is_separated, role, range(total))
+            for role in shape.everywhere
         ]
         lacks, fits = math.inf, False
         for base in product(*of_everywhere):
-            fronts = []
-            lack = 0.0
-            for roles, devices in zip(shape.sets, way.devices, strict=True):
-                front, least = self._front(way, base, roles, devices)
-                fronts.append(front)
-                lack = max(lack, least)
-            lacks = min(lacks, lack)
-            for chosen in product(*fronts):
+            of_sets = [
+                self._front(way, base, roles, devices)
+                for roles, devices in zip(shape.sets, way.devices, strict=True)
+            ]
+            lacks = min(lacks, max(least for _, least in of_sets))
+            for chosen in product(*(front for front, _ in of_sets)):
                 fits = True
                 cuts = dict(zip(shape.everywhere, base, strict=True))
                 for roles, options in zip(shape.sets, chosen, strict=True):
@@ -258,10 +227,8 @@ class _Search:
         steps = SteadyStateReplay(timed, where, self._staleness(way.shape))
         value = self.objective.of(steps.seconds, total)
         before = self._best.get(way.shape)
-        limit = self._limit()
-        if before is not None and value >= before.value:
-            return
-        if before is None and limit is not None and value >= limit:
+        limit = self._limit() if before is None else before.value
+        if limit is not None and value >= limit:
             return
         found = FoundPlacement(
             value,
@@ -280,19 +247,18 @@ class _Search:
         """List the combinations of cuts of a set's models that fit its devices and that no other
         one dominates; return also how full the leanest is."""
         shape, variant = way.shape, self.costs.variants[way.variant]
-        apart = self._is_apart(shape)
+        apart = shape.is_separated
         key = way.variant, apart, shape.everywhere, tuple(map(id, base)), roles, devices
         if key not in self._fronts:
-            per_role = [self._options_of(variant, shape, role, devices) for role in roles]
-            process = self.costs.process(shape, (*shape.everywhere, *roles))
+            per_role = [self.costs.options(variant, apart, role, devices) for role in roles]
+            process = self.costs.process(apart, (*shape.everywhere, *roles))
             room = self.costs.capacities(devices)
-            calls = self.costs.calls(shape)
             start = MemoryState.of(room, process, self.costs.offloads(variant))
             for option in base:
                 start = start.with_option(option, ())
             states = [start]
             for role, options in zip(roles, per_role, strict=True):
-                own = [call for call in calls if call.role == role]
+                own = self._calls_of(shape, role)
                 states = prune_memory_states(
                     [
                         # Of roles that share all of their devices with the same others, only what
@@ -307,7 +273,7 @@ class _Search:
                 )
             leanest = start
             for options in per_role:
-                leanest = leanest.with_option(min(options, key=compute_peak_bytes), ())
+                leanest = leanest.with_option(min(options, key=lambda option: option.peak), ())
             found = [state.chosen[len(base) :] for state in states]
             self._fronts[key] = found, leanest.full(room)
         return self._fronts[key]

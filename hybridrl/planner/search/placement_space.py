@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise, permutations
 
+from hybridrl.placement import ACTOR_ROLE, GENERATOR_ROLE
+
 _MAX_DEVICE_PARTS = 16
 """Devices are dealt out in about so many parts, or one by one where there are fewer."""
 MAX_PP = 8
@@ -28,6 +30,11 @@ class PlacementShape:
     def roles(self) -> tuple[str, ...]:
         return self.everywhere + tuple(role for some in self.sets for role in some)
 
+    @property
+    def is_separated(self) -> bool:
+        """Return whether generation has devices of its own."""
+        return GENERATOR_ROLE in self.roles
+
     def __str__(self) -> str:
         sets = " | ".join(" + ".join(some) for some in self.sets)
         return f"{' + '.join(self.everywhere)} everywhere, {sets}" if self.everywhere else sets
@@ -47,14 +54,13 @@ def list_partitions(roles: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...
 
 
 def list_shapes(
-    roles: Sequence[str], learning: Sequence[str], generator: tuple[str, str] | None = None
+    roles: Sequence[str], learning: Sequence[str], separable: bool
 ) -> Iterator[PlacementShape]:
     """Yield every shape of these roles.
 
     Args:
         learning: Those of them that learn.
-        generator: The role that generates, and what it is called where it has devices of its own;
-            None: nothing is generated.
+        separable: Whether generation may have devices of its own.
     """
     for sets in list_partitions(roles):
         yield PlacementShape(sets)
@@ -63,10 +69,9 @@ def list_shapes(
         for sets in list_partitions(scoring):
             if len(sets) > 1:
                 yield PlacementShape(sets, tuple(learning))
-    if generator is not None:
-        actor, apart = generator
-        for sets in list_partitions([*roles, apart]):
-            if not any(actor in some and apart in some for some in sets):
+    if separable:
+        for sets in list_partitions([*roles, GENERATOR_ROLE]):
+            if not any(ACTOR_ROLE in some and GENERATOR_ROLE in some for some in sets):
                 yield PlacementShape(sets)
 
 
@@ -100,7 +105,4 @@ def list_device_ranges(
 
 def powers_of_two(limit: int) -> list[int]:
     """Return the powers of two up to a limit."""
-    found = [1]
-    while 2 * found[-1] <= limit:
-        found.append(2 * found[-1])
-    return found
+    return [2**power for power in range(limit.bit_length())]

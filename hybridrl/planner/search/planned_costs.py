@@ -3,7 +3,7 @@ and time that each takes of them. From the planner, one role at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from hybridrl.config.changed import apply_changes
 from hybridrl.config.schema import Config, ParallelConfig
 from hybridrl.errors import ConfigError
 from hybridrl.layout.training_mesh import check_parallel_sizes, model_parallel_size
-from hybridrl.placement import ACTOR_ROLE, GENERATOR_ROLE, Placement, RolePlace, RoleRequirements
+from hybridrl.placement import ACTOR_ROLE, GENERATOR_ROLE, Placement, RolePlace
 from hybridrl.planner.computation_dtype import resolve_dtype
 from hybridrl.planner.fitting_settings import LARGEST_TP, search_variants
 from hybridrl.planner.job_roles import JobRoles, read_model_config
@@ -25,12 +25,13 @@ from hybridrl.planner.machine.device_rates import DeviceRates
 from hybridrl.planner.memory.device_memory import (
     FREE_SHARE,
     MEMORY_SHARES,
-    RoleMemory,
     estimate_process_bytes,
     estimate_role_memory,
     find_generator_shortage,
 )
-from hybridrl.planner.search.placement_space import MAX_PP, PlacementShape, powers_of_two
+from hybridrl.planner.memory.model_part import MemoryParts
+from hybridrl.planner.search.memory_states import prune_options
+from hybridrl.planner.search.placement_space import MAX_PP, powers_of_two
 from hybridrl.planner.search.search_terms import (
     CutOption,
     FoundPlacement,
@@ -61,7 +62,7 @@ class PlannedSearchCosts:
 
     Attributes:
         roles, learning: Roles that hold models, and those of them that learn.
-        generator: See `list_shapes`.
+        separable: See `list_shapes`.
         devices: How many there are.
         differ: Whether devices differ, so that it matters which ones a role gets.
         variants: Settings of a whole job that may make it fit. With the first, what was asked, no
@@ -97,23 +98,26 @@ class PlannedSearchCosts:
         }
         self.variants: list[SettingChanges] = list(self._configs)
         self._planners: dict[bool, JobRoles] = {}
-        has_model = {name: self._has_model(name) for name in self.placed}
         generates = [name for name, role in self.placed.items() if role.generation is not None]
-        may_part = ACTOR_ROLE in generates and self.devices > 1 and config.executor != "inline"
-        self.generator = (ACTOR_ROLE, GENERATOR_ROLE) if may_part else None
+        has_several = self.devices > 1 and config.executor != "inline"
+        self.separable = ACTOR_ROLE in generates and has_several
         # Functions and judges take nothing of a device here, and live with what makes samples.
-        self.roles = [name for name in self.placed if has_model[name] or name in generates]
+        self.roles = [n for n in self.placed if n in generates or self._has_model(n)]
         self.beside = [name for name in self.placed if name not in self.roles]
         self.learning = [name for name in self.roles if self.placed[name].trains]
         self._options: dict[Any, list[CutOption]] = {}
 
-    def calls(self, shape: PlacementShape) -> Sequence[PlannedCall]:
-        """List the calls of a step, in order."""
-        return [call for call in self._planner(shape).calls if call.role not in self.beside]
+    def calls(self, apart: bool) -> Sequence[PlannedCall]:
+        """List the calls of a step, in order.
 
-    def process(self, shape: PlacementShape, roles: Sequence[str]) -> float:
+        Args:
+            apart: Here and below, whether generation has devices of its own.
+        """
+        return [call for call in self._planner(apart).calls if call.role not in self.beside]
+
+    def process(self, apart: bool, roles: Sequence[str]) -> float:
         """Return the bytes of a process with these roles."""
-        return estimate_process_bytes(self._planner(shape), roles)
+        return estimate_process_bytes(self._planner(apart), roles)
 
     def offloads(self, variant: SettingChanges) -> bool:
         """Return whether roles leave a device while another one works there."""
@@ -121,25 +125,25 @@ class PlannedSearchCosts:
 
     def capacities(self, devices: range) -> Mapping[str, float]:
         """Return the bytes of these devices that may be filled, by device model."""
-        models, filled = self.cluster.models, 1 - FREE_SHARE
-        return {self._model(d): filled * models[self._model(d)].memory for d in devices}
+        models = self.cluster.models
+        names = self.cluster.take(devices).model_names
+        return {name: (1 - FREE_SHARE) * models[name].memory for name in names}
 
     def options(
-        self, variant: SettingChanges, shape: PlacementShape, role: str, devices: range
+        self, variant: SettingChanges, apart: bool, role: str, devices: range
     ) -> list[CutOption]:
-        """List every way to cut a role's model over these devices."""
-        apart = role in (ACTOR_ROLE, GENERATOR_ROLE) and GENERATOR_ROLE in shape.roles
+        """List the ways to cut a role's model over these devices than which no other is better."""
+        apart = apart and role in (ACTOR_ROLE, GENERATOR_ROLE)  # others do not mind
         key = variant, apart, role, self._alike(devices)
         if key not in self._options:
-            self._options[key] = self._options_of(*key[:3], devices)
+            self._options[key] = prune_options(self._options_of(*key[:3], devices))
         return self._options[key]
 
     def placement(self, found: FoundPlacement) -> Placement:
         """Build the placement of all roles."""
         places = {}
-        home = GENERATOR_ROLE if GENERATOR_ROLE in found.where else next(iter(found.where))
-        if home != GENERATOR_ROLE and ACTOR_ROLE in found.where:
-            home = ACTOR_ROLE
+        homes = GENERATOR_ROLE, ACTOR_ROLE, *found.where
+        home = next(role for role in homes if role in found.where)
         for name in [*self.placed, GENERATOR_ROLE]:
             if name in found.where:
                 places[name] = RolePlace(tuple(found.where[name]), found.cuts[name].parallel)
@@ -165,8 +169,7 @@ class PlannedSearchCosts:
     def _has_model(self, name: str) -> bool:
         return name == GENERATOR_ROLE or bool(self.specs[name].has_model(name, self.config))
 
-    def _planner(self, shape: PlacementShape) -> JobRoles:
-        apart = GENERATOR_ROLE in shape.roles
+    def _planner(self, apart: bool) -> JobRoles:
         if apart not in self._planners:
             everywhere = tuple(range(self.devices))
             places = {name: RolePlace(everywhere) for name in self.placed}
@@ -178,9 +181,6 @@ class PlannedSearchCosts:
                 self.config, self.cluster, placement, sizes, self.specs
             )
         return self._planners[apart]
-
-    def _model(self, device: int) -> str:
-        return self.cluster.devices[device].model
 
     def _alike(self, devices: range) -> tuple[Any, ...]:
         """Return a key that is equal for devices of the same models and rates that lie alike in
@@ -198,8 +198,7 @@ class PlannedSearchCosts:
     def _options_of(
         self, variant: SettingChanges, apart: bool, role: str, devices: range
     ) -> list[CutOption]:
-        shape = PlacementShape(((role, GENERATOR_ROLE) if apart else (role,),))
-        base = self._planner(shape)
+        base = self._planner(apart)
         rates = DeviceRates.of_slowest(self.rates[device] for device in devices)
         found: list[CutOption] = []
         for cut in self._cuts(role, apart, [run[-1] for run in self._alike(devices)]):
@@ -229,29 +228,30 @@ class PlannedSearchCosts:
         """Return the bytes of the pipeline stage that takes most, in each respect."""
         memory = self.cluster.models[model].memory
         stages = [
-            _totals(estimate_role_memory(alone, role, stage, memory))
+            estimate_role_memory(alone, role, stage, memory)
             for stage in range(alone.placement.roles[role].parallel.pp)
         ]
         return RoleBytes(
-            max(one.resident for one in stages),
-            max(one.loaded for one in stages),
-            max(one.awake for one in stages),
-            tuple(max(phase) for phase in zip(*(one.working for one in stages), strict=True)),
+            _most(one.resident for one in stages),
+            _most(one.loaded for one in stages),
+            _most(one.awake for one in stages),
+            tuple(map(_most, zip(*(one.working.values() for one in stages), strict=True))),
         )
 
     def _cuts(self, role: str, apart: bool, runs: Sequence[int]) -> list[ModelCut]:
         """List every way to cut a role's model over devices that are spread over nodes like these;
         a tensor-parallel group stays inside a node."""
-        place = self._place_of(role)
         number = sum(runs)
         rollout = self.config.rollout
         rollout_tps = self._tps(runs, rollout.parallel.tp, rollout.engine == "vllm")
         if role == GENERATOR_ROLE:
+            generation = self.placed[ACTOR_ROLE].generation or ParallelConfig()
             return [
                 ModelCut(parallel)
                 for tp in rollout_tps
-                if self._allowed(role, parallel := replace(place.parallel, tp=tp), number, 1)
+                if self._allowed(role, parallel := replace(generation, tp=tp), number, 1)
             ]
+        place = self.placed[role]
         parallel = replace(place.parallel, dp=None)
         may_cut = self._may_cut(role)
         found = []
@@ -259,12 +259,12 @@ class PlannedSearchCosts:
         if may_cut and parallel.pp == 1:
             pps = powers_of_two(min(MAX_PP, number))
         generates = place.generation is not None and not (apart and role == ACTOR_ROLE)
+        rollouts = rollout_tps if generates else [0]
         for pp in pps:
             for tp in self._tps(runs, parallel.tp, may_cut):
                 cut = replace(parallel, tp=tp, pp=pp)
                 if number % model_parallel_size(cut):
                     continue
-                rollouts = rollout_tps if generates else [0]
                 for rollout_tp, shards in product(rollouts, self._shards(cut, runs, may_cut)):
                     ranks = max(1, rollout_tp * rollout.parallel.pp)
                     whole = replace(cut, shards=shards)
@@ -279,12 +279,6 @@ class PlannedSearchCosts:
         if cut.shards is not None or not free or len(runs) == 1 or near < 2:
             return [cut.shards]
         return [None, near]
-
-    def _place_of(self, role: str) -> RoleRequirements:
-        if role == GENERATOR_ROLE:
-            generation = self.placed[ACTOR_ROLE].generation or ParallelConfig()
-            return RoleRequirements(GENERATOR_ROLE, parallel=generation)
-        return self.placed[role]
 
     def _tps(self, runs: Sequence[int], asked: int, free: bool) -> list[int]:
         """List the sizes of tensor-parallel groups that lie inside nodes."""
@@ -301,7 +295,7 @@ class PlannedSearchCosts:
         """Return whether the sizes fit each other and the model."""
         if not self._has_model(role):
             return True
-        path = self._planner(PlacementShape(((role,),))).path(role)
+        path = self._planner(role == GENERATOR_ROLE).path(role)
         model = read_model_config(path)
         try:
             check_parallel_sizes(number, parallel, ranks)
@@ -314,10 +308,5 @@ class PlannedSearchCosts:
         return True
 
 
-def _totals(memory: RoleMemory) -> RoleBytes:
-    return RoleBytes(
-        sum(memory.resident.values()),
-        sum(memory.loaded.values()),
-        sum(memory.awake.values()),
-        tuple(sum(parts.values()) for parts in memory.working.values()),
-    )
+def _most(several: Iterable[MemoryParts]) -> float:
+    return max(sum(parts.values()) for parts in several)

@@ -131,7 +131,7 @@ def propose_placements(
         if plan.memory_share is not None and config_.rollout.memory_share is None:
             settings = (*settings, ("rollout.memory_share", plan.memory_share))
         if not fullest.fits(1 - FREE_SHARE):
-            filled = fullest.filled(fullest.fullest)
+            filled = fullest.fullest.filled
             refused.append(f"{found.shape}: device memory is filled to {filled:.0%}")
             return False
         made[id(found)] = PlacementProposal(found, settings, plan)

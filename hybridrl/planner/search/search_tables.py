@@ -147,6 +147,5 @@ def _cut(proposal: PlacementProposal, role: str) -> str:
 
 
 def _memory(proposal: PlacementProposal) -> str:
-    plan = proposal.plan
-    there = plan.cluster.memory_of(plan.fullest.devices[0])
-    return f"{format_gib(plan.fullest.fullest.bytes)} of {format_gib(there)}"
+    device = proposal.plan.fullest
+    return f"{format_gib(device.fullest.bytes)} of {format_gib(device.memory)}"

@@ -24,11 +24,6 @@ class RoleBytes(NamedTuple):
     awake: float
     working: tuple[float, ...]
 
-    @property
-    def fullest(self) -> float:
-        """Return the bytes at the peak of the role alone."""
-        return max(self.loaded + self.awake, self.resident + max(self.working, default=0.0))
-
 
 class CutOption(NamedTuple):
     """A way to cut a role's model over some devices, with its time and memory.
@@ -42,6 +37,14 @@ class CutOption(NamedTuple):
     cut: Any
     seconds: tuple[float, ...]
     taken: Mapping[str, RoleBytes]
+
+    @property
+    def peak(self) -> float:
+        """Return the bytes at the peak of the role alone, on the device that it fills most."""
+        return max(
+            max(taken.loaded + taken.awake, taken.resident + max(taken.working, default=0.0))
+            for taken in self.taken.values()
+        )
 
 
 class FoundPlacement(NamedTuple):

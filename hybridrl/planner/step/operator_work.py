@@ -40,20 +40,15 @@ class OperatorWork:
         and attention over the tokens before."""
         layer = 2 * self.tokens * self.parameters
         attention = 2 * self.tokens * self.length * self.query
-        match self.op:
-            case "forward":
-                return layer + attention
-            case "train":
-                return 3 * (layer + attention)
-            case "decode":
-                return layer + 2 * attention
-            case "head":
-                return layer
-            case "head train":
-                return 4 * layer
-            case "optimizer":
-                return 10 * self.tokens
-        return 0.0
+        return {
+            FORWARD: layer + attention,
+            TRAIN: 3 * (layer + attention),
+            DECODE: layer + 2 * attention,
+            HEAD: layer,
+            HEAD_TRAIN: 4 * layer,
+            OPTIMIZER: 10 * self.tokens,
+            GATHER: 0.0,
+        }[self.op]
 
     @property
     def bytes(self) -> float:
@@ -62,20 +57,16 @@ class OperatorWork:
         widths = 6 * self.hidden + 2 * self.parameters / self.hidden + 2 * self.query
         states = self.item * self.tokens * widths
         logits = 4.0 * self.tokens * self.parameters / self.hidden
-        match self.op:
-            case "forward":
-                return weights + states
-            case "train":
-                return 3 * (weights + states)
-            case "decode":
-                return weights + states + self.item * self.tokens * self.length * self.key_value
-            case "head":
-                return weights + 4 * logits
-            case "head train":
-                return 3 * weights + 12 * logits
-            case "optimizer":
-                return 40 * self.tokens
-        return 2 * self.tokens
+        cache = self.item * self.tokens * self.length * self.key_value
+        return {
+            FORWARD: weights + states,
+            TRAIN: 3 * (weights + states),
+            DECODE: weights + states + cache,
+            HEAD: weights + 4 * logits,
+            HEAD_TRAIN: 3 * weights + 12 * logits,
+            OPTIMIZER: 40 * self.tokens,
+            GATHER: 2 * self.tokens,
+        }[self.op]
 
 
 class CostPredictor(Protocol):

@@ -85,10 +85,9 @@ def backtest_runs(runs: Sequence[RecordedRun]) -> list[BacktestResult]:
 def _find_question(run: RecordedRun, other: RecordedRun) -> WhatIfQuestion | None:
     """Return the what-if that turns one run into the other; None if they differ in more than
     settings and devices, or not at all."""
-    before, after = asdict(run.config), asdict(other.config)
     if run.config.algorithm != other.config.algorithm:
         return None
-    was, now = dict(flatten_settings(before)), dict(flatten_settings(after))
+    was, now = (dict(flatten_settings(asdict(one.config))) for one in (run, other))
     changes = [
         (key, value)
         for key, value in now.items()

@@ -125,8 +125,7 @@ def predict_step(run: RecordedRun, question: WhatIfQuestion) -> WhatIfPrediction
         share = response / (prompt + response)
         graph = scale_responses(graph, question.responses, share)
     if question.settings or question.devices is not None:
-        settings, devices = question.settings, question.devices
-        graph, unseen, source = replan_graph(run, graph, settings, devices)
+        graph, unseen, source = replan_graph(run, graph, question.settings, question.devices)
     if question.overlap_scoring:
         graph = overlap_scoring(graph, _REWARD_ROLE, STREAM_PARTS)
     for role, asked in question.moves.items():

@@ -40,8 +40,8 @@ class CallSegment(NamedTuple):
 
 def build_recorded_graph(
     records: Sequence[CallRecord],
-    begin: float | None = None,
-    end: float | None = None,
+    begin: float,
+    end: float,
     offsets: Mapping[int, float] | None = None,
 ) -> WorkGraph:
     """Build the graph of the calls of one step or of several.
@@ -53,15 +53,14 @@ def build_recorded_graph(
 
     Args:
         records: One per call and rank, as an executor gives them.
-        begin, end: When the driver began and ended, seconds since the epoch by its clock; None:
-            with the first and the last call.
+        begin, end: When the driver began and ended, seconds since the epoch by its clock.
         offsets: Seconds that the clock of a device's host is ahead of the driver's, by device.
     """
     # Hosts work in the order of calls.
     done = sorted((r for r in records if r.host >= 0 and r.end), key=lambda r: (r.call, r.rank))
     shift = {record.host: (offsets or {}).get(record.host, 0.0) for record in done}
     starts = [record.start - shift[record.host] for record in done]
-    origin = min([*starts, *([] if begin is None else [begin])], default=0.0)
+    origin = min([*starts, begin])
     places = max((record.host for record in done), default=-1) + 1
     first = min(starts, default=origin) - origin
     names = [f"device {place}" for place in range(places)]
@@ -100,22 +99,13 @@ def build_recorded_graph(
             after, lag = [len(nodes) - 1], 0.0
         last_of_place[place] = len(nodes) - 1
         last_of_call.setdefault(record.call, []).append(len(nodes) - 1)
-    if end is not None:
-        finish = max(ends)
-        nodes.append(
-            WorkNode(
-                DRIVER_ROLE,
-                "end",
-                0,
-                0,
-                max(0.0, end - origin - finish),
-                after=tuple(node for some in last_of_call.values() for node in some) or (0,),
-            )
-        )
+    after_all = tuple(node for some in last_of_call.values() for node in some) or (0,)
+    rest = max(0.0, end - origin - max(ends))
+    nodes.append(WorkNode(DRIVER_ROLE, "end", 0, 0, rest, after=after_all))
     return WorkGraph(nodes, names)
 
 
-def split_call(record: CallRecord, zero: float = 0.0) -> list[CallSegment]:
+def split_call(record: CallRecord, zero: float) -> list[CallSegment]:
     """Split a call into its phases and the gaps between them, without overlap.
 
     Args:

@@ -131,7 +131,8 @@ def _raised(
 
     def offer(layer: int) -> None:
         for higher in sorted(b for b in work.layers[layer] if b > bits[layer])[:1]:
-            gain = _harm(indicators, layer, bits[layer]) - _harm(indicators, layer, higher)
+            harm = indicators[layer]
+            gain = harm.get(bits[layer], 0.0) - harm.get(higher, 0.0)
             heapq.heappush(heap, (-gain, layer, higher))
 
     for layer in range(len(bits)):
@@ -145,7 +146,3 @@ def _raised(
         else:
             bits[layer] = before
     return bits
-
-
-def _harm(indicators: Mapping[int, Mapping[int, float]], layer: int, bits: int) -> float:
-    return indicators[layer].get(bits, 0.0)

@@ -110,9 +110,8 @@ def _run(
         return once
     enable_low_bit_training(policy.inner, chosen)
 
-    def once_and_back() -> object:
+    def once_and_back() -> None:
         policy(samples)["log_probs"].sum().backward()
         policy.zero_grad()
-        return None
 
     return once_and_back

@@ -161,9 +161,10 @@ def list_precision_notices(config: Config, roles: Iterable[str]) -> list[str]:
     """Return a notice for each role that computes with fewer bits."""
     found = []
     for role in roles:
-        if (plan := load_precision_plan(config, role)) is None:
+        if (named := find_precision_setting(config, role)) is None:
             continue
-        setting, _ = find_precision_setting(config, role) or ("", "")
+        setting, path = named
+        plan = PrecisionPlan.load(path, setting)
         low = plan.low_layers
         kls = plan.found.get("token_kl")
         # People may have written there what they like.

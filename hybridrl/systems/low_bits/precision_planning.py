@@ -69,13 +69,10 @@ def make_plan(
     harm = measure_sensitivity(model, samples, low)
     work = _work(model, use, seconds, step_tokens / len(devices), devices)
     found = allocate_bits(work, devices, harm)
-    kls = []
-    for bits in found.bits:
-        lowered = {n: b for n, b in enumerate(bits) if b < whole}
-        kls.append(token_kl(model, samples, lowered, whole) if lowered else 0.0)
+    lowered = [{n: b for n, b in enumerate(bits) if b < whole} for bits in found.bits]
     ranks = [
-        RankPrecision({n: b for n, b in enumerate(bits) if b < whole}, d.name, d.share, s)
-        for d, bits, s in zip(devices, found.bits, found.seconds, strict=True)
+        RankPrecision(bits, d.name, d.share, s)
+        for d, bits, s in zip(devices, lowered, found.seconds, strict=True)
     ]
     said: dict[str, Any] = {
         "model": path,
@@ -86,7 +83,7 @@ def make_plan(
         "ends_seconds": seconds.ends,
         "measured_tokens": seconds.tokens,
         "indicators": harm,
-        "token_kl": kls,
+        "token_kl": [token_kl(model, samples, bits, whole) if bits else 0.0 for bits in lowered],
     }
     return PrecisionPlan(use, len(work.layers), dtype, ranks, said)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +18,7 @@ from hybridrl.system.dtypes import DTYPES
 from hybridrl.system.timing import measure_seconds
 from hybridrl.systems.unequal_generation.decoder_stage import DecoderStage
 from hybridrl.systems.unequal_generation.generation_plan import FULL_PRECISION_BITS, GENERATION_BITS
-from hybridrl.systems.unequal_generation.generation_problem import (
-    CostCurve,
-    GenerationProblem,
-    PhaseCosts,
-)
+from hybridrl.systems.unequal_generation.generation_problem import CostCurve, PhaseCosts
 from hybridrl.systems.unequal_generation.growing_cache import GrowingCache
 
 TokenChoice = Callable[[nn.Module, Tensor], Callable[[], object]]
@@ -102,10 +99,8 @@ def scale_costs(costs: PhaseCosts, share: float) -> PhaseCosts:
     return replace(costs, layer=layer, head=longer(costs.head), stage=longer(costs.stage))
 
 
-def add_model_sizes(
-    problem: GenerationProblem, config: PretrainedConfig, dtype: str
-) -> GenerationProblem:
-    """Return the problem with the bytes of this model filled in."""
+def compute_model_sizes(config: PretrainedConfig, dtype: str) -> dict[str, Any]:
+    """Return the bytes of a model, by the names that `GenerationProblem` has for them."""
     shape = compute_model_shape(config, dtype)
     layer = float(shape.layer.all)
     sizes = {
@@ -113,14 +108,13 @@ def add_model_sizes(
         for bits in GENERATION_BITS
         if bits != FULL_PRECISION_BITS
     }
-    return replace(
-        problem,
-        layer_bytes=sizes | {FULL_PRECISION_BITS: layer * shape.item},
-        cache_bytes=float(shape.key_value * shape.item),
-        embedding_bytes=float(shape.embedding.all * shape.item),
-        head_bytes=float((shape.head.all + shape.norm.all) * shape.item),
-        state_bytes=float(shape.hidden * shape.item),
-    )
+    return {
+        "layer_bytes": sizes | {FULL_PRECISION_BITS: layer * shape.item},
+        "cache_bytes": float(shape.key_value * shape.item),
+        "embedding_bytes": float(shape.embedding.all * shape.item),
+        "head_bytes": float((shape.head.all + shape.norm.all) * shape.item),
+        "state_bytes": float(shape.hidden * shape.item),
+    }
 
 
 def measure_copy_link(device: torch.device) -> LinkSpec:

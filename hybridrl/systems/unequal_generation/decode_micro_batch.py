@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hybridrl.systems.unequal_generation.generation_plan import split_evenly
 from hybridrl.systems.unequal_generation.growing_cache import GrowingCache, left_padded_positions
 
 
@@ -55,10 +56,7 @@ class DecodeMicroBatch:
 
     def pieces(self, number: int) -> list[slice]:
         """Split the samples into at most `number` slices for prefill."""
-        total = len(self._prompts)
-        number = min(number, total)
-        bounds = [total * one // number for one in range(number + 1)]
-        return [slice(*bounds[one : one + 2]) for one in range(number)]
+        return split_evenly(len(self._prompts), min(number, len(self._prompts)))
 
     def prompt_ids(self, piece: slice) -> Tensor:
         """Return the prompts of a slice, padded on the left, ``[samples, longest]``."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -93,12 +93,15 @@ def make_equal_plan(layers: int, stages: int) -> GenerationPlan:
             f"rollout.parallel.pp={stages}: the model has only {layers} layers, and every stage "
             f"has one at least. Set rollout.parallel.pp to at most {layers}."
         )
-    bounds = [layers * number // stages for number in range(stages + 1)]
-    counts = [stop - start for start, stop in itertools.pairwise(bounds)]
-    return GenerationPlan(
-        tuple(GenerationStage(n, (FULL_PRECISION_BITS,) * count) for n, count in enumerate(counts)),
-        stages,
-    )
+    whole = (FULL_PRECISION_BITS,) * layers
+    equal = enumerate(split_evenly(layers, stages))
+    return GenerationPlan(tuple(GenerationStage(n, whole[part]) for n, part in equal), stages)
+
+
+def split_evenly(total: int, parts: int) -> list[slice]:
+    """Split so many things into neighbouring parts that are equally large, as far as possible."""
+    bounds = [total * number // parts for number in range(parts + 1)]
+    return [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
 
 
 def format_generation_plan(plan: GenerationPlan) -> str:
@@ -120,79 +123,69 @@ def load_generation_plan(path: str | Path) -> GenerationPlan:
         ) from error
     except ValueError as error:
         raise ConfigError(f"rollout.plan={path} is not JSON: {error}. {_COMMAND_HINT}") from error
-    return _parsed(data, f"rollout.plan={path}")
+    try:
+        return _parse_plan(data)
+    except ValueError as error:
+        raise ConfigError(f"rollout.plan={path}: {error}. {_COMMAND_HINT}") from error
 
 
-def _check_plan(plan: GenerationPlan, who: str) -> None:
-    """Check that a plan describes a valid pipeline.
+def _parse_plan(data: Any) -> GenerationPlan:
+    """Parse a plan, and check that it describes a valid pipeline.
 
     Raises:
-        ConfigError: begins with `who`.
+        ValueError: says what is wrong.
     """
-    devices = [stage.device for stage in plan.stages]
-    if not devices:
-        raise _wrong(who, "it has no stages")
-    if sorted(devices) != list(range(len(devices))):
-        raise _wrong(
-            who,
-            f"its stages are on the devices {devices}, and each of 0 to {len(devices) - 1} has to "
-            "have one",
-        )
-    for number, stage in enumerate(plan.stages):
-        if not stage.bits:
-            raise _wrong(who, f"stage {number} has no layers")
-        if others := sorted(set(stage.bits) - set(GENERATION_BITS)):
-            raise _wrong(
-                who, f"stage {number} has layers of {others} bits, and bits are {GENERATION_BITS}"
-            )
-    if plan.kl is not None and not 0 <= plan.kl < float("inf"):
-        raise _wrong(who, f"its kl is {plan.kl}")
-
-
-def _parsed(data: Any, who: str) -> GenerationPlan:
     if not isinstance(data, Mapping):
-        raise _wrong(who, "it is not an object")
-    known = set(GenerationPlan.__dataclass_fields__)
-    if others := sorted(set(data) - known):
-        raise _wrong(who, f"`{others[0]}` is not known in it")
-    stages = tuple(_stage(one, who) for one in _list(data.get("stages"), "stages", who))
+        raise ValueError("it is not an object")
+    if others := sorted(set(data) - set(GenerationPlan.__dataclass_fields__)):
+        raise ValueError(f"`{others[0]}` is not known in it")
+    stages = tuple(map(_parse_stage, _list(data.get("stages"), "stages")))
     kl = data.get("kl")
     if kl is not None and (isinstance(kl, bool) or not isinstance(kl, int | float)):
-        raise _wrong(who, f"its kl is {kl!r}")
+        raise ValueError(f"its kl is {kl!r}")
     if not isinstance(predicted := data.get("predicted") or {}, Mapping):
-        raise _wrong(who, f"`predicted` is {predicted!r}, and has to be an object")
-    plan = GenerationPlan(
-        stages,
-        _count(data.get("decode_micro_batches", len(stages) or 1), "decode_micro_batches", who),
-        _count(data.get("prefill_pieces", 1), "prefill_pieces", who),
-        kl,
-        predicted,
+        raise ValueError(f"`predicted` is {predicted!r}, and has to be an object")
+    micro_batches = _count(
+        data.get("decode_micro_batches", len(stages) or 1), "decode_micro_batches"
     )
-    _check_plan(plan, who)
-    return plan
+    pieces = _count(data.get("prefill_pieces", 1), "prefill_pieces")
+    devices = [stage.device for stage in stages]
+    if not devices:
+        raise ValueError("it has no stages")
+    if sorted(devices) != list(range(len(devices))):
+        raise ValueError(
+            f"its stages are on the devices {devices}, and each of 0 to {len(devices) - 1} has to "
+            "have one"
+        )
+    for number, stage in enumerate(stages):
+        if not stage.bits:
+            raise ValueError(f"stage {number} has no layers")
+        if low := sorted(set(stage.bits) - set(GENERATION_BITS)):
+            raise ValueError(
+                f"stage {number} has layers of {low} bits, and bits are {GENERATION_BITS}"
+            )
+    if kl is not None and not 0 <= kl < float("inf"):
+        raise ValueError(f"its kl is {kl}")
+    return GenerationPlan(stages, micro_batches, pieces, kl, predicted)
 
 
-def _stage(data: Any, who: str) -> GenerationStage:
+def _parse_stage(data: Any) -> GenerationStage:
     if not isinstance(data, Mapping):
-        raise _wrong(who, f"a stage is {data!r}")
+        raise ValueError(f"a stage is {data!r}")
     device = data.get("device")
     if isinstance(device, bool) or not isinstance(device, int):
-        raise _wrong(who, f"the device of a stage is {device!r}")
-    bits = [_count(one, "bits", who) for one in _list(data.get("bits"), "bits", who)]
+        raise ValueError(f"the device of a stage is {device!r}")
+    bits = [_count(one, "bits") for one in _list(data.get("bits"), "bits")]
     return GenerationStage(device, tuple(bits), str(data.get("name", "")))
 
 
-def _list(value: Any, name: str, who: str) -> Sequence[Any]:
+def _list(value: Any, name: str) -> list[Any]:
     if not isinstance(value, list):
-        raise _wrong(who, f"`{name}` is {value!r}, and has to be a list")
+        raise ValueError(f"`{name}` is {value!r}, and has to be a list")
     return value
 
 
-def _count(value: Any, name: str, who: str) -> int:
+def _count(value: Any, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise _wrong(who, f"`{name}` is {value!r}, and has to be a number from 1 on")
+        raise ValueError(f"`{name}` is {value!r}, and has to be a number from 1 on")
     return value
-
-
-def _wrong(who: str, what: str) -> ConfigError:
-    return ConfigError(f"{who}: {what}. {_COMMAND_HINT}")

@@ -18,7 +18,7 @@ from hybridrl.rollout.rollout_engine import SamplingSettings
 from hybridrl.rollout.transformers_engine import TokenSampler
 from hybridrl.systems.unequal_devices import UnequalDevice
 from hybridrl.systems.unequal_generation.cost_probe import (
-    add_model_sizes,
+    compute_model_sizes,
     measure_copy_link,
     measure_phase_costs,
     scale_costs,
@@ -66,20 +66,15 @@ def build_generation_problem(
         devices.append(GenerationDevice(one.name, one.memory, prefill, decode))
     link = measure_copy_link(torch.device(described[0].device))
     layers = architecture.get_text_config().num_hidden_layers
-    problem = GenerationProblem(
+    return GenerationProblem(
         tuple(devices),
         tuple(tuple(link for _ in devices) for _ in devices),
         tuple(dict.fromkeys(GENERATION_BITS, 0.0) for _ in range(layers)),
         config.rollout.max_kl,
         samples,
         *lengths,
-        layer_bytes={},
-        cache_bytes=0.0,
-        embedding_bytes=0.0,
-        head_bytes=0.0,
-        state_bytes=0.0,
+        **compute_model_sizes(architecture, config.model.dtype),
     )
-    return add_model_sizes(problem, architecture, config.model.dtype)
 
 
 def make_sampling_step(head: nn.Module, states: Tensor) -> Callable[[], object]:

@@ -8,7 +8,6 @@ plans.
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import RolloutConfig
-from hybridrl.layout.boxes import Piece, full_box
+from hybridrl.layout.boxes import full_box, make_local_pieces
 from hybridrl.models.model_loading import load_model_config, load_tokenizer
 from hybridrl.quantization.low_bit_linear import LowBitLinear
 from hybridrl.rollout.rollout_engine import (
@@ -40,6 +39,7 @@ from hybridrl.systems.unequal_generation.generation_plan import (
     GenerationPlan,
     load_generation_plan,
     make_equal_plan,
+    split_evenly,
 )
 from hybridrl.systems.unequal_generation.pipeline_generation import PipelineGeneration
 from hybridrl.systems.unequal_generation.stage_links import StageLinks
@@ -100,9 +100,7 @@ class PipelineEngine(BatchedEngine):
     def pieces(self, shapes: Mapping[str, tuple[int, ...]]) -> WeightPieces:
         """Return the parameters of this stage whole, and no piece of others."""
         return {
-            name: (Piece(full_box(shape), name, (0,) * len(shape)),)
-            if name in self._tensors
-            else ()
+            name: make_local_pieces(name, full_box(shape)) if name in self._tensors else ()
             for name, shape in shapes.items()
         }
 
@@ -140,11 +138,10 @@ class PipelineEngine(BatchedEngine):
     ) -> list[tuple[list[int], list[float], str]]:
         """Generate one batch; return tokens, log-probabilities and finish reason of each sample."""
         count = min(self._plan.decode_micro_batches, len(prompts))
-        bounds = [len(prompts) * number // count for number in range(count + 1)]
         layers = len(self._plan.stages[self._links.stage].bits)
         groups = [
-            DecodeMicroBatch(prompts[a:b], seeds[a:b], layers, sampling.max_tokens, self._device)
-            for a, b in itertools.pairwise(bounds)
+            DecodeMicroBatch(prompts[p], seeds[p], layers, sampling.max_tokens, self._device)
+            for p in split_evenly(len(prompts), count)
         ]
         chooser = TokenSampler(sampling, self._eos, self._tokenizer)
         run = PipelineGeneration(
