@@ -176,36 +176,6 @@ def test_a_soft_cap_bounds_logits_before_the_temperature_divides_them(temperatur
     torch.testing.assert_close(*gradients)
 
 
-def test_samples_do_not_see_each_other():
-    batch = make_batch(UNEVEN)
-    changed = make_batch(UNEVEN, seed=1)
-    policy = CausalPolicy(make_model(make_config(Qwen2Config), PACKED_ATTENTION))
-    bounds = batch["response_ids"].cu_seqlens.tolist()
-    before = policy(PackedSamples.of(batch, CPU))["log_probs"]
-    for row in range(len(batch)):
-        others = Batch.concat(
-            [changed.slice(0, row), batch.slice(row, row + 1), changed.slice(row + 1, len(batch))]
-        )
-        after = policy(PackedSamples.of(others, CPU))["log_probs"]
-        mine = slice(bounds[row], bounds[row + 1])
-        torch.testing.assert_close(after[mine], before[mine], rtol=1e-5, atol=1e-5)
-
-
-def test_gradient_checkpointing_gives_the_same_gradients():
-    samples = PackedSamples.of(make_batch(UNEVEN), CPU)
-    calls, found = [], []
-    for checkpointing in (False, True):
-        policy = CausalPolicy(make_model(make_config(Qwen2Config), PACKED_ATTENTION)).train()
-        mlp = policy.inner.base_model.layers[0].mlp
-        mlp.register_forward_pre_hook(lambda *_, kind=checkpointing: calls.append(kind))
-        if checkpointing:
-            policy.inner.gradient_checkpointing_enable({"use_reentrant": False})
-        found.append(gradients(policy.inner, both(policy(samples))))
-    assert calls == [False, True, True], "a layer runs again in backward"
-    for name in found[0]:
-        assert torch.equal(found[0][name], found[1][name])
-
-
 def test_half_precision_gives_float32_log_probs_near_the_exact_ones():
     config, batch = make_config(Qwen2Config), make_batch(UNEVEN)
     model = make_model(config, PACKED_ATTENTION)
