@@ -31,7 +31,18 @@ def test_a_value_of_another_kind_is_named_beside_others_that_are_right(override,
 
 
 @pytest.mark.parametrize("value", [".nan", ".inf", "-.inf"])
-@pytest.mark.parametrize("setting", ["actor.optimizer.learning_rate", "reward.correct_at"])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "actor.optimizer.learning_rate",
+        "actor.optimizer.max_grad_norm",
+        "algorithm.kl_coefficient",
+        "algorithm.gamma",
+        "reward.correct_at",
+        "rollout.temperature",
+        "controller.timeout_s",
+    ],
+)
 def test_what_is_no_finite_number_is_refused(setting, value):
     config = configured([*HERE, f"{setting}={value}"])
     with pytest.raises(ConfigError, match=rf"{setting}=-?(nan|inf): must be a finite number"):
@@ -44,6 +55,7 @@ def test_what_is_no_finite_number_is_refused(setting, value):
         ("actor.optimizer.betas=[0.9]", r"betas=\[0.9\]: must have 2 entries"),
         ("actor.optimizer.betas=[1.5,0.9]", "0 or more and less than 1"),
         ("actor.optimizer.betas=[.nan,0.9]", r"betas=\[nan, 0.9\]: each must be a finite"),
+        ("actor.optimizer.weight_decay=-1", "weight_decay=-1.0: must be 0 or more"),
         ("algorithm.clip_low=-1", r"algorithm\.clip_low=-1.0: must be 0 or more"),
         ("num_devices=-1", "num_devices=-1: must be 1 or more, or null"),
         ("model.tiny.hidden_size=0", r"model\.tiny\.hidden_size=0: must be from 1 to 65,536"),
@@ -51,6 +63,9 @@ def test_what_is_no_finite_number_is_refused(setting, value):
             "recover.min_devices=2",
             r"recover.min_devices=2: the job has only 1 device\. Set it to 1",
         ),
+        ("eval.samples=0", r"eval\.samples=0: must be 1 or more"),
+        ("model.tiny.experts=-1", r"model\.tiny\.experts=-1: must be from 0"),
+        ("actor.router_loss_weight=-1", r"router_loss_weight=-1\.0: must be 0 or more"),
         ("rollout.routing_replay=true", "with rollout=transformers: only vLLM says which"),
     ],
 )
