@@ -117,7 +117,7 @@ def nothing_runs(monkeypatch):
     return left
 
 
-@pytest.mark.parametrize("command", few_of(COMMANDS, 4), ids=lambda command: command.name)
+@pytest.mark.parametrize("command", few_of(COMMANDS, 8), ids=lambda command: command.name)
 def test_commands_are_understood(command, monkeypatch, nothing_runs):
     monkeypatch.chdir(ROOT)
     words = command.words[: command.words.index(">")] if ">" in command.words else command.words
@@ -268,11 +268,14 @@ def test_names_that_took_the_place_of_old_ones_exist():
 FILE = re.compile(rf"(?:hybridrl/)?((?:{'|'.join(sorted(ROOMS))})/[\w/]+\.py)$")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_files_of_the_code_exist(page):
-    spans = INLINE.findall(page.read_text(encoding="utf-8"))
-    named = [match[1] for span in spans if (match := FILE.match(span))]
-    assert not [path for path in named if not (ROOT / "hybridrl" / path).exists()]
+def test_files_of_the_code_exist():
+    named = {
+        f"{page.name}: {match[1]}": ROOT / "hybridrl" / match[1]
+        for page in PAGES
+        for span in INLINE.findall(page.read_text(encoding="utf-8"))
+        if (match := FILE.match(span))
+    }
+    assert not [name for name, path in named.items() if not path.exists()]
 
 
 NAMES_OF_OTHERS = {"coming_from_verl.md", "settings.md"}
