@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from small_models import SHAPE, build_seeded
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -12,7 +13,6 @@ from hybridrl.batch.batch import Batch, RaggedColumn
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
 from hybridrl.engine.micro_batches import TokenColumns
 from hybridrl.engine.train_engine import TrainEngine
-from hybridrl.models.packed_attention import PACKED_ATTENTION
 from hybridrl.models.packed_models import CausalPolicy
 from hybridrl.models.packed_samples import PackedSamples
 
@@ -47,22 +47,8 @@ WHOLE_SAMPLES = PolicyObjective("gspo", {"clip_low": 0.1, "clip_high": 0.1})
 
 def make_model():
     """The same tiny random model in every process."""
-    config = Qwen2Config(
-        vocab_size=23,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.3,
-        tie_word_embeddings=True,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED_ATTENTION)
-    model.config.use_cache = False
-    return model
+    config = Qwen2Config(**SHAPE, vocab_size=23, tie_word_embeddings=True)
+    return build_seeded(AutoModelForCausalLM, config)
 
 
 def make_batch(mode="token-mean"):

@@ -1,12 +1,20 @@
-"""Random layouts, and tensors that hold what a layout says."""
+"""Random layouts, tensors that hold what a layout says, and files of such tensors."""
 
 import math
 
 import torch
 from hypothesis import strategies as st
 
+from hybridrl.checkpoint.tensors.file_plan import plan_files
+from hybridrl.checkpoint.tensors.rank_manifest import RankManifest, manifest_path
+from hybridrl.checkpoint.tensors.tensor_writer import (
+    make_header_entries,
+    slice_part,
+    write_remote_file,
+)
 from hybridrl.layout.boxes import Piece, box_numel, box_shape, full_box, subtract_boxes
 from hybridrl.layout.tensor_layout import TensorLayout
+from hybridrl.system.locations import write_atomically
 
 NOTHING = -1.0
 
@@ -120,3 +128,23 @@ def elements(layout, rank):
         if box_numel(piece.box)
         for number in cut(values[name], piece.box).flatten()
     }
+
+
+def write_rank_file(folder, layout, values, rank):
+    """Write a rank's file at a URL, and its list."""
+    plan = plan_files(layout, rank, torch.float32, 1 << 20, "model")
+    held = full_tensors(layout, rank, values)
+    parts = [slice_part(part, held[part.source.tensor]) for part in plan.parts]
+    own, boxes = write_remote_file(folder, rank, plan.parts, parts)
+    headers = make_header_entries(plan) if rank == 0 else {}
+    manifest = RankManifest(boxes, headers, {}, own)
+    write_atomically(manifest_path(folder, rank), manifest.to_json().encode())
+
+
+def assert_pieces_are_read(tensors, layout, values):
+    for held in layout.pieces.values():
+        for name, pieces in held.items():
+            for piece in pieces:
+                into = torch.empty(box_shape(piece.box))
+                tensors.read(name, piece.box, into)
+                assert torch.equal(into, cut(values[name], piece.box))

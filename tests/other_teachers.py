@@ -242,7 +242,7 @@ def served(folder, *, longest=1000, breaks=None, drips=None):
                 self.wfile.write(b" ")
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}/v1", requests

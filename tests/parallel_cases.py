@@ -4,6 +4,7 @@ import torch
 from engine_cases import CLIPPED, TEMPERATURE
 from layout_cases import cut
 from layout_cases import local as local_part
+from small_models import SHAPE, build_seeded
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
@@ -15,7 +16,6 @@ from transformers import (
 
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
 from hybridrl.engine.train_engine import TrainEngine
-from hybridrl.models.packed_attention import PACKED_ATTENTION
 from hybridrl.models.packed_models import CausalPolicy
 from hybridrl.parallel.parameter_layout import find_parameter_pieces, full_shape
 
@@ -37,25 +37,16 @@ def make_model(
     architecture="qwen2", key_value_heads=2, tied=True, layers=2, vocabulary=23, experts=6
 ):
     """The same tiny random model in every process."""
+    own = {"num_hidden_layers": layers, "num_key_value_heads": key_value_heads}
     config = ARCHITECTURES[architecture](
+        **(SHAPE | own),
         vocab_size=vocabulary,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=key_value_heads,
         head_dim=4,
-        max_position_embeddings=64,
-        initializer_range=0.3,
         tie_word_embeddings=tied,
         pad_token_id=0,
         **(EXPERTS | {"num_experts": experts} if architecture == "qwen3_moe" else {}),
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED_ATTENTION)
-    model.config.use_cache = False
-    return model
+    return build_seeded(AutoModelForCausalLM, config)
 
 
 def make_engine(mesh, model=None, optimizer=LEARNING, **settings):

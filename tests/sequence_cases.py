@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from small_models import SHAPE
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -59,17 +60,7 @@ BATCHES = {
 def make_model(name, **settings):
     """A packed model, the same in every process; biases and norms matter too."""
     kind, own, says = MODELS[name]
-    shape = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.3,
-        "num_labels": 1,
-    }
+    shape = SHAPE | {"vocab_size": VOCABULARY, "max_position_embeddings": 512, "num_labels": 1}
     policy = says == "policy"
     auto_class = AutoModelForCausalLM if policy else AutoModelForSequenceClassification
     with torch.random.fork_rng(devices=[]):

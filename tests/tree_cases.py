@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import torch
+from small_models import SHAPE, build_seeded
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hybridrl.algorithms import TokenLoss
@@ -30,22 +31,9 @@ LONGEST = 29
 def make_model(attention=PACKED_ATTENTION):
     """The same model in every process, with tied heads, so that a pipeline has that too."""
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.3,
-        tie_word_embeddings=True,
-        pad_token_id=None,
+        **SHAPE, vocab_size=VOCABULARY, tie_word_embeddings=True, pad_token_id=None
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    model.config.use_cache = False
-    return model
+    return build_seeded(AutoModelForCausalLM, config, attention)
 
 
 def make_rows(shuffled=False, pairs=False):

@@ -7,12 +7,11 @@ import fsspec
 import pytest
 import torch
 from hypothesis import given, settings
-from layout_cases import full_tensors, layout_pairs, numbered
+from layout_cases import assert_pieces_are_read, layout_pairs, numbered, write_rank_file
 from safetensors.torch import load
 
 from hybridrl.checkpoint.tensors.file_plan import plan_files
 from hybridrl.checkpoint.tensors.rank_manifest import (
-    RankManifest,
     find_damage,
     find_missing_data,
     manifest_path,
@@ -20,12 +19,10 @@ from hybridrl.checkpoint.tensors.rank_manifest import (
 )
 from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
 from hybridrl.checkpoint.tensors.tensor_writer import (
-    make_header_entries,
-    slice_part,
     write_remote_file,
 )
 from hybridrl.errors import ConfigError
-from hybridrl.layout.boxes import box_shape, full_box, make_local_pieces
+from hybridrl.layout.boxes import full_box, make_local_pieces
 from hybridrl.layout.tensor_layout import TensorLayout
 from hybridrl.system.locations import (
     copy_files,
@@ -40,18 +37,6 @@ def new_folder():
     return parse_location(f"memory://{uuid.uuid4()}/step-000001/actor")
 
 
-def write(folder, layout, values, rank):
-    """One rank's file, and its list."""
-    plan = plan_files(layout, rank, torch.float32, 1 << 20, "model")
-    local = full_tensors(layout, rank, values)
-    parts = [slice_part(part, local[part.source.tensor]) for part in plan.parts]
-    own, boxes = write_remote_file(folder, rank, plan.parts, parts)
-    headers = make_header_entries(plan) if rank == 0 else {}
-    write_atomically(
-        manifest_path(folder, rank), RankManifest(boxes, headers, {}, own).to_json().encode()
-    )
-
-
 @settings(max_examples=40)
 @given(layout_pairs())
 def test_any_layout_reads_what_any_wrote_and_no_more_than_the_boxes_it_needs(pair):
@@ -59,18 +44,12 @@ def test_any_layout_reads_what_any_wrote_and_no_more_than_the_boxes_it_needs(pai
     folder, values = new_folder(), numbered(layout)
     assert find_missing_data(folder, read_manifests(folder))
     for rank in sorted(layout.pieces):
-        write(folder, layout, values, rank)
+        write_rank_file(folder, layout, values, rank)
     lists = read_manifests(folder)
     if any(value.numel() for value in values.values()):
         assert find_missing_data(folder, lists) == "" and find_damage(folder, lists) == ""
     tensors = TensorReader(folder, "model", lists)
-    for held in other.pieces.values():
-        for name, pieces in held.items():
-            for piece in pieces:
-                into = torch.empty(box_shape(piece.box))
-                tensors.read(name, piece.box, into)
-                box = tuple(slice(*sides) for sides in piece.box)
-                assert torch.equal(into, values[name][box])
+    assert_pieces_are_read(tensors, other, values)
     total = sum(value.numel() for value in values.values())
     read = tensors.bytes_read
     for name, value in values.items():
@@ -87,7 +66,7 @@ def folder():
     )
     found = new_folder()
     for rank in (0, 1):
-        write(found, layout, numbered(layout), rank)
+        write_rank_file(found, layout, numbered(layout), rank)
     return found
 
 

@@ -22,10 +22,11 @@ from hybridrl.planner.search.proposals import (
     propose_placements,
 )
 
-PPO = [
-    *("algorithm=ppo", "algorithm.kl_coefficient=0.1", "model.dtype=bfloat16", "placement=auto"),
+GRPO = [
+    *("model.dtype=bfloat16", "placement=auto"),
     *("data.prompts_per_step=512", "data.max_prompt_tokens=512", "rollout.max_tokens=512"),
 ]
+PPO = ["algorithm=ppo", "algorithm.kl_coefficient=0.1", *GRPO]
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +46,9 @@ def written(folder, layers):
     return str(folder)
 
 
-def proposals(model, devices, *overrides, **options):
+def proposals(model, devices, *overrides, job=PPO, **options):
     cluster = parse_cluster(devices)
-    config = configured([*PPO, f"model.path={model}", f"reward.model={model}", *overrides])
+    config = configured([*job, f"model.path={model}", f"reward.model={model}", *overrides])
     rates = DeviceRates.known(cluster, "bfloat16")
     return propose_placements(config, cluster, rates, **{"deadline_s": 600, **options})
 
@@ -92,7 +93,7 @@ def test_nothing_by_hand_is_quicker(model, quickest, overrides):
 
 
 def test_what_is_set_by_hand_stays(model):
-    found = proposals(model, "2xL4", "actor.parallel.tp=2", "rollout.parallel.tp=2")
+    found = proposals(model, "2xL4", "actor.parallel.tp=2", "rollout.parallel.tp=2", job=GRPO)
     for one in found.best:
         assert one.placement.roles["actor"].parallel.tp == 2
         assert not {"rollout.parallel.tp", "actor.parallel.tp"} & dict(one.settings).keys()
@@ -101,7 +102,7 @@ def test_what_is_set_by_hand_stays(model):
 def test_memory_is_the_first_cut(model):
     """What does not fit as asked gets settings with which it does."""
     tight = ["actor.tokens_per_microbatch=262144", "rollout.max_tokens=3000"]
-    found = proposals(model, "2xL4", *tight)
+    found = proposals(model, "2xL4", *tight, job=GRPO)
     assert all(one.plan.fits() for one in found.best)
     assert any(one.settings for one in found.best)
 

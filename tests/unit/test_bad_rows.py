@@ -1,13 +1,12 @@
 """Rows that cannot be read are counted and left out (`data.bad_rows`); others stay aligned."""
 
-import json
 import logging
 import re
 
 import pytest
+from data_rows import with_template, write_rows
 
 from hybridrl.config.schema import DataConfig
-from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.datasets import load_eval_prompts, load_rows
 from hybridrl.data.refused_rows import collected
 from hybridrl.errors import DataError
@@ -19,23 +18,12 @@ GOOD = [{"prompt": f"{n}+1=", "answer": str(n + 1), "kind": n} for n in range(20
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    tokenizer = build_character_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role[0] }}-{{ m.content }}<eos> {% endfor %}"
-        "{% if add_generation_prompt %}a-{% endif %}"
-    )
-    return tokenizer
-
-
-def write(file, rows):
-    lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
-    file.write_text("".join(f"{line}\n" for line in lines))
-    return str(file)
+    return with_template()
 
 
 def config_of(folder, rows, **settings):
     settings = {"bad_rows": "drop", "bad_rows_limit": 0.5, **settings}
-    return DataConfig(path=write(folder / "rows.jsonl", rows), **settings)
+    return DataConfig(path=write_rows(folder / "rows.jsonl", rows), **settings)
 
 
 def mixed():
@@ -100,7 +88,7 @@ def test_answers_of_another_format_are_bad_rows(tokenizer, tmp_path):
 
 
 def test_rows_to_evaluate_on_are_dropped_too(tokenizer, tmp_path):
-    config = config_of(tmp_path, GOOD, eval_path=write(tmp_path / "eval.jsonl", mixed()))
+    config = config_of(tmp_path, GOOD, eval_path=write_rows(tmp_path / "eval.jsonl", mixed()))
     rows = load_rows("prompts", config, tokenizer, held_out=100, seed=0)
     assert list(rows.held_out["prompt"]) == [row["prompt"] for row in GOOD]
 
@@ -140,7 +128,10 @@ def test_long_rows_are_counted_among_those_that_are_read(tokenizer, tmp_path):
 
 
 def test_mixtures_and_sets_report_what_they_leave_out(tokenizer, tmp_path):
-    bad, good = write(tmp_path / "bad.jsonl", mixed()), write(tmp_path / "good.jsonl", GOOD)
+    bad, good = (
+        write_rows(tmp_path / "bad.jsonl", mixed()),
+        write_rows(tmp_path / "good.jsonl", GOOD),
+    )
     config = load_config(
         [
             *("data=mixture", f"data.sources.a.path={bad}", f"data.sources.b.path={good}"),
@@ -151,7 +142,7 @@ def test_mixtures_and_sets_report_what_they_leave_out(tokenizer, tmp_path):
     with collected() as refused:
         load_job_rows(config, "prompts", tokenizer)
     assert [(one.place, one.figures()["left_out"]) for one in refused] == [(bad, 3)] * 2
-    empty = write(tmp_path / "empty.jsonl", [*GOOD, *[{"prompt": "1+1=", "answer": ""}] * 3])
+    empty = write_rows(tmp_path / "empty.jsonl", [*GOOD, *[{"prompt": "1+1=", "answer": ""}] * 3])
     source = ["data=mixture", f"data.sources.a.path={empty}"]
     with pytest.raises(DataError, match=r"Source `a`: .*\(3 rows are refused of 23: [^.]*\.\)$"):
         load_job_rows(load_config(source), "prompts", tokenizer)
@@ -171,7 +162,7 @@ def test_the_share_of_bad_rows_is_that_of_all_rows_to_evaluate_on(tokenizer, tmp
     config, bad = config_of(tmp_path, GOOD, bad_rows_limit=0.05), {"prompt": "1+1=", "answer": ""}
     for place in range(len(GOOD)):  # of two rows that are drawn, the bad one would be half
         others = [*GOOD[:place], bad, *GOOD[place:]]
-        config.eval_path = write(tmp_path / "eval.jsonl", others)
+        config.eval_path = write_rows(tmp_path / "eval.jsonl", others)
         assert len(load_rows("prompts", config, tokenizer, held_out=2, seed=0).held_out) == 2
 
 
@@ -185,8 +176,10 @@ def test_the_share_of_bad_rows_is_that_of_all_rows_to_evaluate_on(tokenizer, tmp
 )
 def test_errors_name_files_as_they_are_called(tokenizer, tmp_path, settings):
     (tmp_path / "data.split").mkdir()
-    bad = write(tmp_path / "data.split" / "data.jsonl", [*GOOD, '{"prompt": "2+2=" "answer": "4"}'])
-    places = {"bad": bad, "good": write(tmp_path / "good.jsonl", GOOD)}
+    bad = write_rows(
+        tmp_path / "data.split" / "data.jsonl", [*GOOD, '{"prompt": "2+2=" "answer": "4"}']
+    )
+    places = {"bad": bad, "good": write_rows(tmp_path / "good.jsonl", GOOD)}
     config = load_config(["model.path=none", *(one.format(**places) for one in settings)])
     with pytest.raises(DataError, match=re.escape(f"{bad}, line 21, is no valid JSON")):
         load_job_rows(config, "prompts", tokenizer)

@@ -119,13 +119,6 @@ def test_pack_is_first_fit_decreasing(lengths, budget):
     assert lists == [sorted(rows) for rows in slow]
 
 
-def test_pack_by_hand():
-    assert pack_rows([6, 5, 5, 4], 10) == [[0, 3], [1, 2]]
-    assert pack_rows([10, 10], 10) == [[0], [1]]
-    assert pack_rows([], 10) == []
-    assert pack_rows([0, 0], 10) == [[0, 1]]
-
-
 def test_pack_names_the_row_and_the_setting():
     with pytest.raises(ConfigError, match=r"Row 1 has 11 tokens.*`actor.tokens_per_microbatch`"):
         pack_rows([3, 11], 10)

@@ -393,8 +393,15 @@ SHARING = {
 }
 
 
-@pytest.mark.parametrize("write", IN_PLACE)
-@pytest.mark.parametrize("share", SHARING)
+@pytest.mark.parametrize(
+    ("share", "write"),
+    [
+        pytest.param(
+            *(share, write), marks=() if share == "itself" or write == "mul_" else pytest.mark.more
+        )
+        for share, write in itertools.product(SHARING, IN_PLACE)
+    ],
+)
 def test_a_column_cannot_be_changed_in_place(share, write):
     batch = Batch.from_columns({"x": torch.tensor([-1.0, 2.0, 3.0])})
     with pytest.raises(DataError, match=r"in place.*x = x - y.*x\.clone\(\)"):

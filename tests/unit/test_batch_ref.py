@@ -210,15 +210,6 @@ def test_rows_left_over_cannot_be_dealt_out_together():
         ref.read(PartitionSelection(0, 2, "tokens", 2))
 
 
-def test_shards_of_two_calls_hold_different_rows_in_different_order():
-    left = shard_table(columns([1, 2, 3, 4], "prompt"), [[2, 0], [3, 1]])
-    right = shard_table(columns([4, 3, 2, 1], "response"), [[1], [0, 3, 2]])
-    batch = (left | right).read(WHOLE)[0]
-    assert batch["prompt_number"].tolist() == batch["response_number"].tolist() == [0, 1, 2, 3]
-    assert batch["prompt_ids"].lengths.tolist() == [1, 2, 3, 4]
-    assert batch["response_ids"].lengths.tolist() == [4, 3, 2, 1]
-
-
 def test_the_right_table_wins():
     left = shard_table(columns([1, 1], "prompt"), [[0, 1]])
     right = shard_table(columns([2, 2], "prompt"), [[1], [0]])

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from flash_kernels import aten_backward, aten_forward
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -135,54 +136,10 @@ def test_only_visible_blocks_are_computed():
     assert [block is None for block in found] == [False, True, True, True]
 
 
-def each_sample(q, k, cu_q, cu_k, max_q, max_k, dropout, causal, scale):
-    """Slices of queries and keys of each sample, and their masked scores `[heads, q, k]`."""
-    assert cu_q.dtype == cu_k.dtype == torch.int32 and dropout == 0.0
-    assert (int(cu_q.diff().max()), int(cu_k.diff().max())) == (max_q, max_k)
-    for i in range(len(cu_q) - 1):
-        mine, seen = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])
-        keys = k[seen].repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-        scores = torch.einsum("qhd,khd->hqk", q[mine], keys) * scale
-        later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
-        yield mine, seen, scores.masked_fill(later, -torch.inf) if causal else scores
-
-
-def flash_forward(q, k, v, *rest, return_debug_mask, scale, window_size_left, window_size_right):
-    """What torch's kernel promises: `lse` is `[heads, queries]`."""
-    assert all(x.is_contiguous() for x in (q, k, v)) and not return_debug_mask
-    assert (window_size_left, window_size_right) == (-1, 0 if rest[-1] else -1)
-    out, lse = torch.empty_like(q), torch.empty(q.shape[1], len(q))
-    for mine, seen, scores in each_sample(q, k, *rest, scale):
-        values = v[seen].repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-        lse[:, mine] = scores.logsumexp(-1)
-        out[mine] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
-    return out, lse, None, None, None
-
-
-def flash_backward(grad, q, k, v, out, lse, *rest, scale, window_size_left, window_size_right):
-    *rest, state, unused = rest
-    assert (window_size_left, window_size_right) == (-1, 0 if rest[-1] else -1)
-    assert all(x.is_contiguous() for x in (grad, q, k, v, out, lse))
-    assert state.dtype == torch.uint64 and not unused.numel()
-    groups = q.shape[1] // k.shape[1]
-    found = [torch.zeros_like(x) for x in (q, k, v)]
-    for mine, seen, scores in each_sample(q, k, *rest, scale):
-        keys, values = (x[seen].repeat_interleave(groups, dim=1) for x in (k, v))
-        weights = (scores - lse[:, mine, None]).exp()
-        delta = (grad[mine] * out[mine]).sum(-1).T[..., None]
-        grad_scores = weights * (torch.einsum("qhd,khd->hqk", grad[mine], values) - delta) * scale
-        found[0][mine] = torch.einsum("hqk,khd->qhd", grad_scores, keys)
-        of_keys = torch.einsum("hqk,qhd->khd", grad_scores, q[mine])
-        of_values = torch.einsum("hqk,qhd->khd", weights, grad[mine])
-        found[1][seen] = of_keys.unflatten(1, (-1, groups)).sum(2)
-        found[2][seen] = of_values.unflatten(1, (-1, groups)).sum(2)
-    return found
-
-
 def test_the_flash_kernels_are_asked_for_the_same(monkeypatch):
     monkeypatch.setattr(block_attention, "fits_flash", lambda q: True)
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_forward)
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", flash_backward)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", aten_forward)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", aten_backward)
     assert_blocks_are_the_whole([17, 3, 30, 29, 0, 1, 28], (4, 2), 3)
 
 

@@ -18,7 +18,7 @@ from hybridrl.system.timing import measure_seconds
 
 
 def test_several_kinds_and_their_network():
-    cluster = parse_cluster("8xL4,2x4xH100@200Gbps,1xA100@500Mbps")
+    cluster = parse_cluster("8xL4,2x4xh100@200Gbps,1xA100@500Mbps")
     assert str(cluster) == "8 x L4, 8 x H100, 1 x A100-80GB"
     assert cluster.nodes == ["node0", "node1", "node2", "node3"]
     assert cluster.devices[12].index == 0  # of its node
@@ -26,10 +26,15 @@ def test_several_kinds_and_their_network():
     assert rates == [12.5e9, 25e9, 25e9, 500e6 / 8]
     assert cluster.memory == 22.0 * GIB
     assert cluster.memory_of(8) == 79.1 * GIB
+    assert parse_cluster("64xH200").devices_per_node == 8
 
 
 @pytest.mark.parametrize(
-    "text", ["8xL4@", "8xL4@0Gbps", "8xL4,", "8xL4@400", "0x8xL4", "8xL4;8xH100"]
+    "text",
+    [
+        *("8xL4@", "8xL4@0Gbps", "8xL4,", "8xL4@400", "0x8xL4", "8xL4;8xH100"),
+        *("8", "8xT1000", "x8xH100", "0xH100", "H100"),
+    ],
 )
 def test_devices_that_are_none(text):
     with pytest.raises(ConfigError, match=r"--devices .*16xH100@400Gbps"):

@@ -12,6 +12,8 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hybridrl.batch.call_record import CallRecord
 from hybridrl.controller.worker import Worker, WorkerContext
@@ -28,7 +30,8 @@ def slowest(curves, numbers):
     return max(curve[n - 1] for curve, n in zip(curves.values(), numbers, strict=True))
 
 
-@pytest.mark.parametrize("seed", range(100))
+@settings(max_examples=100)
+@given(st.integers(0, 10_000))
 def test_no_allocation_is_quicker_than_the_one_that_is_found(seed):
     draw = random.Random(seed)
     cores, stages = draw.randint(1, 7), draw.randint(1, 4)

@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hybridrl.algorithms import (
     TokenSegments,
@@ -53,7 +55,7 @@ def places(lengths, mask, ends, row):
     return found
 
 
-@pytest.mark.parametrize("seed", range(40))
+@given(st.integers(0, 10_000))
 def test_parts_end_where_their_rewards_lie(seed):
     lengths, mask, segments, ends, row, rewards, _ = draw(seed)
     at = places(lengths, mask, ends, row)
@@ -69,8 +71,7 @@ def test_parts_end_where_their_rewards_lie(seed):
     assert part_numbers(ends, row, segments).tolist() == numbers
 
 
-@pytest.mark.parametrize("gamma", [1.0, 0.5])
-@pytest.mark.parametrize("seed", range(20))
+@given(st.integers(0, 10_000), st.sampled_from([1.0, 0.5]))
 def test_a_part_is_compared_with_those_in_its_place(seed, gamma):
     lengths, mask, segments, ends, row, rewards, groups = draw(seed)
     tokens = place_part_rewards(ends, rewards, row, segments)

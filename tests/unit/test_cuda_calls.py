@@ -3,40 +3,18 @@ breaks a test here, not a job. For vLLM see test_vllm_calls.py."""
 
 import ast
 import inspect
-from functools import cache
 from multiprocessing import shared_memory
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from package_trees import PACKAGE, calls_of, keywords_of, nodes_of
 
 from hybridrl.models.packed_attention import causal_attention
 from hybridrl.models.packed_samples import PackingMetadata
 from hybridrl.system.device_traits import COLLECTIVE_BACKENDS
 
-ROOT = Path(__file__).parents[2] / "hybridrl"
 META = torch.device("meta")
-
-
-@cache
-def tree_of(path):
-    return ast.parse(path.read_text())
-
-
-def calls(file, name):
-    """The calls of `name` in a file of ours."""
-    found = [
-        node
-        for node in ast.walk(tree_of(ROOT / file))
-        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == name
-    ]
-    assert found, f"{file} no longer calls {name}"
-    return found
-
-
-def keywords(call):
-    return {word.arg for word in call.keywords if word.arg is not None}
 
 
 # torch
@@ -68,10 +46,10 @@ def test_heads_of_other_widths_than_the_flash_kernel_has_go_in_rectangles(width)
 
 def test_flash_kernels_are_called_as_torch_has_them():
     for name, least in (("_flash_attention_forward", 2), ("_flash_attention_backward", 3)):
-        (call,) = calls("models/flash_attention.py", name)
+        (call,) = calls_of("models/flash_attention.py", name)
         schema = getattr(torch.ops.aten, name).default._schema
         known = {argument.name for argument in schema.arguments}
-        assert keywords(call) <= known and len(schema.returns) >= least
+        assert keywords_of(call) <= known and len(schema.returns) >= least
     forward = torch.ops.aten._flash_attention_forward.default._schema
     assert [r.name for r in forward.returns[:2]] == ["output", "softmax_logsumexp"]
 
@@ -102,11 +80,11 @@ def test_every_group_of_an_accelerator_takes_tensors_of_the_host_too():
             pairs = dict(part.split(":") for part in backend.split(","))
             assert pairs.keys() == {"cpu", kind}
     makers = {"init_process_group", "new_group", "new_subgroups", "new_subgroups_by_enumeration"}
-    for path in ROOT.rglob("*.py"):
-        for node in ast.walk(tree_of(path)):
+    for path in PACKAGE.rglob("*.py"):
+        for node in nodes_of(path):
             if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in makers:
                 is_first = ast.unparse(node.func).endswith("init_process_group")
-                assert "backend" not in keywords(node), path
+                assert "backend" not in keywords_of(node), path
                 backend = ast.unparse(node.args[0]) if is_first else ""
                 assert not is_first or backend.startswith("COLLECTIVE_BACKENDS["), path
 

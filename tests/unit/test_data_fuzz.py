@@ -8,11 +8,11 @@ import os
 import time
 
 import pytest
+from data_rows import with_template
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hybridrl.config.schema import DataConfig
-from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.datasets import load_rows
 from hybridrl.errors import HybridRLError
 
@@ -76,9 +76,7 @@ chosen = st.fixed_dictionaries(
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    made = build_character_tokenizer()
-    made.chat_template = TEMPLATE
-    return made
+    return with_template(TEMPLATE)
 
 
 @pytest.fixture(scope="module")

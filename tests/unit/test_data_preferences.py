@@ -3,6 +3,7 @@ import math
 import pyarrow as pa
 import pytest
 import torch
+from data_rows import with_template
 
 from hybridrl.config.schema import DataConfig
 from hybridrl.data.character_tokenizer import build_character_tokenizer
@@ -10,10 +11,6 @@ from hybridrl.data.preference_pairs import split_pairs_into_samples, tokenize_pr
 from hybridrl.data.row_reader import RowReader
 from hybridrl.errors import ConfigError, DataError
 
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role[0] }}-{{ m.content }}<eos> {% endfor %}"
-    "{% if add_generation_prompt %}a-{% endif %}"
-)
 PLAIN = [
     {"prompt": "1+1=", "chosen": "2", "rejected": "11"},
     {"prompt": "2+2=", "chosen": "4", "rejected": ""},
@@ -27,9 +24,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def chat_tokenizer():
-    tokenizer = build_character_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
+    return with_template()
 
 
 def pairs(rows, tokenizer, prompt_column="prompt", margin_column=None, **settings):

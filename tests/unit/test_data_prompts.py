@@ -2,6 +2,7 @@ import logging
 
 import pyarrow as pa
 import pytest
+from data_rows import with_template
 
 from hybridrl.config.schema import DataConfig
 from hybridrl.data.character_tokenizer import build_character_tokenizer
@@ -22,9 +23,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def chat_tokenizer():
-    tokenizer = build_character_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
+    return with_template(TEMPLATE)
 
 
 def tokenize(rows, tokenizer, **settings):

@@ -6,27 +6,20 @@ import json
 import pyarrow as pa
 import pytest
 import torch
+from data_rows import with_template
 from settings import configured
 
 from hybridrl.config.schema import DataConfig
-from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.datasets import load_rows
 from hybridrl.data.labelled_responses import tokenize_labelled_responses
 from hybridrl.data.preference_pairs import tokenize_preference_pairs
 from hybridrl.data.row_reader import RowReader
 from hybridrl.errors import DataError
 
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role[0] }}-{{ m.content }}<eos> {% endfor %}"
-    "{% if add_generation_prompt %}a-{% endif %}"
-)
-
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    tokenizer = build_character_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
+    return with_template()
 
 
 def ranked(rows, tokenizer, scores=None, **settings):

@@ -2,9 +2,9 @@ import json
 from dataclasses import replace
 
 import pytest
+from data_rows import with_template, write_rows
 
 from hybridrl.config.schema import DataConfig
-from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.datasets import check_eval_data_separate, load_rows
 from hybridrl.data.duplicates import find_duplicates
 from hybridrl.errors import ConfigError, DataError
@@ -14,18 +14,11 @@ TASK = DataConfig(task="arithmetic")
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    tokenizer = build_character_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role[0] }}-{{ m.content }}<eos> {% endfor %}"
-        "{% if add_generation_prompt %}a-{% endif %}"
-    )
-    return tokenizer
+    return with_template()
 
 
 def config_of(folder, rows, **settings):
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return DataConfig(path=str(path), **settings)
+    return DataConfig(path=write_rows(folder / "rows.jsonl", rows), **settings)
 
 
 def texts(batch, column, tokenizer):

@@ -2,6 +2,7 @@ import json
 
 import pyarrow as pa
 import pytest
+from data_rows import CLOSING, with_template
 
 from hybridrl.config.schema import DataConfig
 from hybridrl.data.character_tokenizer import build_character_tokenizer
@@ -9,11 +10,6 @@ from hybridrl.data.row_reader import RowReader
 from hybridrl.data.supervised_tokens import tokenize_conversations, tokenize_examples
 from hybridrl.errors import ConfigError, DataError
 
-# A template that closes a turn with the end token and a space, as ChatML does with a line break.
-CLOSING = (
-    "{% for m in messages %}{{ m.role[0] }}-{{ m.content }}<eos> {% endfor %}"
-    "{% if add_generation_prompt %}a-{% endif %}"
-)
 OPEN_ENDED = CLOSING.replace("<eos> ", "/")
 # As reasoning models have it: what was thought is shown in the last turn only.
 FORGETFUL = CLOSING.replace(
@@ -25,12 +21,6 @@ OTHER_OPENING = CLOSING.replace("a-{% endif", "a-=={% endif")
 @pytest.fixture(scope="module")
 def tokenizer():
     return build_character_tokenizer()
-
-
-def with_template(template):
-    tokenizer = build_character_tokenizer()
-    tokenizer.chat_template = template
-    return tokenizer
 
 
 def say(role, content, **further):

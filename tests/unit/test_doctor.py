@@ -100,12 +100,22 @@ def test_imports_that_fail_crash_or_hang_are_told_apart(tmp_path, monkeypatch):
     crash = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
     (tmp_path / "transformers.py").write_text(crash)
     (tmp_path / "ray.py").write_text("print('noise'); __version__ = '2.60.0'")
-    (tmp_path / "vllm.py").write_text("import time; time.sleep(60)")
+    begun = tmp_path / "begun"
+    stays = f"import pathlib, time; pathlib.Path({str(begun)!r}).touch(); time.sleep(60)"
+    (tmp_path / "vllm.py").write_text(stays)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     found = libraries.probe_imports(["ray", "torch", "transformers"], 30)
     assert found["ray"]["version"] == "2.60.0"
     assert found["torch"]["error"] == "ImportError: libcudart.so.13: no such file"
     assert found["transformers"]["error"] == "the process was ended by SIGSEGV"
+
+    class Hanging(subprocess.Popen):
+        def communicate(self, *args, timeout=None):
+            while timeout and not begun.exists():
+                time.sleep(0.01)
+            return super().communicate(*args, timeout=timeout and 0.01)
+
+    monkeypatch.setattr(libraries.subprocess, "Popen", Hanging)
     hangs = libraries.probe_imports(["ray", "vllm"], 8)
     assert hangs["vllm"] == {"late": 8} and "version" in hangs["ray"]
     for name in ("torch", "transformers"):

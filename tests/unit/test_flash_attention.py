@@ -1,12 +1,12 @@
 """Flash attention, which needs a GPU, by stand-ins that compute what its kernels promise."""
 
 import inspect
-import itertools
 import sys
 from types import ModuleType
 
 import pytest
 import torch
+from flash_kernels import aten_backward, aten_forward
 from torch.nn.attention import _fa4
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,81 +17,6 @@ from hybridrl.models.packed_samples import PackingMetadata
 
 CPU = torch.device("cpu")
 BOUNDS = torch.tensor([0, 7, 8, 21])
-
-
-def scores_of(q, k, at, scale, left, causal):
-    keys = k[at].repeat_interleave(q.shape[1] // k.shape[1], 1)
-    scores = torch.einsum("qhd,khd->hqk", q[at], keys) * scale
-    seen = torch.ones(scores.shape[1:], dtype=torch.bool)
-    seen = seen.tril() if causal or left >= 0 else seen
-    seen = seen.triu(-left) if left >= 0 else seen
-    return scores.masked_fill(~seen, -torch.inf)
-
-
-def samples(bounds):
-    return [slice(int(a), int(b)) for a, b in itertools.pairwise(bounds)]
-
-
-def forward(
-    q,
-    k,
-    v,
-    cu_q,
-    cu_k,
-    longest_q,
-    longest_k,
-    dropout,
-    causal,
-    *,
-    return_debug_mask,
-    scale,
-    window_size_left,
-    window_size_right,
-):
-    """What torch's kernel promises; the window makes it causal by its right end."""
-    assert causal == (window_size_left < 0) and window_size_right == 0 and not dropout
-    out, lse = torch.empty_like(q), torch.empty(q.shape[1], len(q))
-    for at in samples(cu_q):
-        scores = scores_of(q, k, at, scale, window_size_left, causal)
-        lse[:, at] = scores.logsumexp(-1)
-        values = v[at].repeat_interleave(q.shape[1] // k.shape[1], 1)
-        out[at] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
-    return out, lse, None, None, None
-
-
-def backward(
-    grad,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    cu_q,
-    cu_k,
-    longest_q,
-    longest_k,
-    dropout,
-    causal,
-    state,
-    unused,
-    *,
-    scale,
-    window_size_left,
-    window_size_right,
-):
-    """By `out` and `lse` as they are given, as the kernel does."""
-    found = [torch.zeros_like(x) for x in (q, k, v)]
-    groups = q.shape[1] // k.shape[1]
-    for at in samples(cu_q):
-        weights = (scores_of(q, k, at, scale, window_size_left, causal) - lse[:, at, None]).exp()
-        keys, values = (x[at].repeat_interleave(groups, 1) for x in (k, v))
-        delta = (grad[at] * out[at]).sum(-1).T[..., None]
-        of_scores = weights * (torch.einsum("qhd,khd->hqk", grad[at], values) - delta) * scale
-        found[0][at] = torch.einsum("hqk,khd->qhd", of_scores, keys)
-        of_keys = torch.einsum("hqk,qhd->khd", of_scores, q[at]).unflatten(1, (-1, groups)).sum(2)
-        of_values = torch.einsum("hqk,qhd->khd", weights, grad[at])
-        found[1][at], found[2][at] = of_keys, of_values.unflatten(1, (-1, groups)).sum(2)
-    return tuple(found)
 
 
 @pytest.mark.parametrize("window", [None, 4])
@@ -110,8 +35,8 @@ def test_sinks_and_windows_are_those_of_rectangles(monkeypatch, window, with_sin
         return [out, *torch.autograd.grad(out, inputs, grad)]
 
     wanted = computed()
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", aten_forward)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", aten_backward)
     monkeypatch.setattr(packed_attention, "fits_flash", lambda q: True)
     for found, other in zip(computed(), wanted, strict=True):
         torch.testing.assert_close(found, other, rtol=1e-5, atol=1e-5)
@@ -143,7 +68,7 @@ class Registry:
         monkeypatch.setattr(names, "activate_flash_attention_impl", self.activate)
         monkeypatch.setattr(names, "current_flash_attention_impl", lambda: self.active)
         monkeypatch.setattr(names, "restore_flash_attention_impl", lambda: self.activate(None))
-        monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", self.forward)
+        monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", aten_forward)
         monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", self.backward)
         _choose_kernel.cache_clear()
 
@@ -152,14 +77,11 @@ class Registry:
             raise ImportError(name)
         self.active = name
 
-    def forward(self, *args, **kwargs):
-        return forward(*args, **kwargs)
-
     def backward(self, *args, window_size_left, **kwargs):
         """Without its window where it is not right."""
         is_right = self.active is None or self.right[self.active](window_size_left)
         left = window_size_left if is_right else 10_000
-        found = backward(*args, window_size_left=left, **kwargs)
+        found = aten_backward(*args, window_size_left=left, **kwargs)
         return found if is_right is not None else tuple(x * torch.nan for x in found)
 
 

@@ -141,11 +141,11 @@ def imports(name, file, named=False):
     nodes, found = [tree_of(file)], []
     while nodes:
         node = nodes.pop()
-        for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
         if for_types and not named:
             nodes.extend(node.orelse)
             continue
-        nodes.extend(ast.iter_child_nodes(node))
+        nodes.extend(n for n in ast.iter_child_nodes(node) if not isinstance(n, ast.expr))
         if isinstance(node, ast.Import):
             found += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -6,27 +6,17 @@ from typing import ClassVar
 import fsspec
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
-from layout_cases import full_tensors, layout_pairs, numbered
+from layout_cases import assert_pieces_are_read, layout_pairs, numbered, write_rank_file
 
 from hybridrl.checkpoint.copies.memory_files import URL_SCHEME, KeeperFileSystem, MemoryKeeper
 from hybridrl.checkpoint.store import CheckpointStore
-from hybridrl.checkpoint.tensors.file_plan import plan_files
 from hybridrl.checkpoint.tensors.rank_manifest import (
-    RankManifest,
     find_damage,
     find_missing_data,
-    manifest_path,
     read_manifests,
 )
 from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
-from hybridrl.checkpoint.tensors.tensor_writer import (
-    make_header_entries,
-    slice_part,
-    write_remote_file,
-)
-from hybridrl.layout.boxes import box_shape
 from hybridrl.system.locations import list_file_sizes, parse_location, write_atomically
 
 NODES = 3
@@ -135,22 +125,10 @@ def test_any_layout_reads_what_any_wrote_when_a_node_is_lost(pair):
     folder = folder / "actor"
     for rank in sorted(layout.pieces):
         Cluster.here = rank % NODES
-        plan = plan_files(layout, rank, torch.float32, 1 << 20, "model")
-        local = full_tensors(layout, rank, values)
-        parts = [slice_part(part, local[part.source.tensor]) for part in plan.parts]
-        own, boxes = write_remote_file(folder, rank, plan.parts, parts)
-        headers = make_header_entries(plan) if rank == 0 else {}
-        write_atomically(
-            manifest_path(folder, rank), RankManifest(boxes, headers, {}, own).to_json().encode()
-        )
+        write_rank_file(folder, layout, values, rank)
     keepers[0].lost = True
     lists = read_manifests(folder)
     if any(value.numel() for value in values.values()):
         assert find_missing_data(folder, lists) == "" and find_damage(folder, lists) == ""
     tensors = TensorReader(folder, "model", lists)
-    for held in other.pieces.values():
-        for name, pieces in held.items():
-            for piece in pieces:
-                into = torch.empty(box_shape(piece.box))
-                tensors.read(name, piece.box, into)
-                assert torch.equal(into, values[name][tuple(slice(*side) for side in piece.box)])
+    assert_pieces_are_read(tensors, other, values)

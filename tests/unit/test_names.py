@@ -5,7 +5,7 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-from package_trees import tree_of
+from package_trees import nodes_of, tree_of
 
 import hybridrl
 
@@ -51,10 +51,10 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 def test_names_in_docstrings_exist():
     docstrings, known = [], set(OF_OTHERS)
     for file in ROOT.rglob("*.py"):
-        text, tree = file.read_text(encoding="utf-8"), tree_of(file)
+        text = file.read_text(encoding="utf-8")
         known.add(file.stem)
         lines = text.splitlines()
-        for node in ast.walk(tree):
+        for node in nodes_of(file):
             if isinstance(node, DOCUMENTED) and (said := ast.get_docstring(node)):
                 docstrings.append((file, said))
                 held = node.body[0]

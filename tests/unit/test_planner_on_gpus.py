@@ -60,7 +60,7 @@ def test_the_tables_are_whole():
     assert len(ONE_GPU) == 10 and len(PUBLISHED) == 11
 
 
-@pytest.mark.parametrize("row", few_of(ONE_GPU, 4), ids=lambda row: re.sub(r"\W+", " ", row[0]))
+@pytest.mark.parametrize("row", few_of(ONE_GPU, 8), ids=lambda row: re.sub(r"\W+", " ", row[0]))
 def test_an_update_on_one_gpu(folder, row, monkeypatch):
     named, seconds, plan_s, _, gib, plan_gib = row
     settings = re.findall(r"[\w.]+=\w+", named)
@@ -81,7 +81,7 @@ def test_an_update_on_one_gpu(folder, row, monkeypatch):
         assert planned(*job)[1] == pytest.approx(float(gib), rel=0.15)
 
 
-@pytest.mark.parametrize("row", few_of(PUBLISHED, 4), ids=lambda row: " ".join(row[:4]))
+@pytest.mark.parametrize("row", few_of(PUBLISHED, 8), ids=lambda row: " ".join(row[:4]))
 def test_published_updates(folder, row):
     size, trained, devices, tokens, _, seconds, plan_s, gib, plan_gib, off = row
     devices, tokens = int(devices), int(tokens.replace(",", ""))

@@ -177,19 +177,6 @@ def test_weights_too_large_for_a_few_devices_are_cut_over_more():
         check_plan_fits(build_job_plan(config, parse_cluster("1x16xH100")))
 
 
-@pytest.mark.parametrize("text", ["8", "8xT1000", "x8xH100", "0xH100", "H100"])
-def test_devices_that_are_none(text):
-    with pytest.raises(ConfigError, match=r"--devices .*64xH200"):
-        parse_cluster(text)
-
-
-def test_devices_by_name():
-    cluster = parse_cluster("2x4xh100")
-    assert len(cluster.devices) == 8
-    assert {device.node for device in cluster.devices} == {"node0", "node1"}
-    assert parse_cluster("64xH200").devices_per_node == 8
-
-
 def test_json_is_a_placement(tmp_path):
     overrides = [*PAPER, "model.path=llama-7b", "placement=separation"]
     with materialize_named_models(configured(overrides)) as config:

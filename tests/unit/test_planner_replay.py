@@ -3,6 +3,8 @@
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hybridrl.batch.call_record import CallRecord, PhaseSpan
 from hybridrl.errors import DataError
@@ -94,7 +96,7 @@ def slow_replay(graph):
     return ends
 
 
-@pytest.mark.parametrize("seed", range(30))
+@given(st.integers(0, 10_000))
 def test_any_graph_is_replayed_as_by_going_over_it_again_and_again(seed):
     dice = random.Random(seed)
     nodes, calls = [], []

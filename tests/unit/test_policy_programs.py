@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from functools import cache
 from types import SimpleNamespace
 
 import numpy as np
@@ -138,9 +139,13 @@ def test_a_student_is_drawn_to_what_its_teacher_finds_likelier():
 MIXED = {"data.sources": "{one: {task: calculator, weight: 2}, two: {task: calculator}}"}
 
 
+@cache
+def config_of(*overrides):
+    return configured([*overrides, "data.prompts_per_step=2"])
+
+
 def feed_of(rows, examples=None, kind="prompts", **settings):
-    config = configured([f"{name}={value}" for name, value in settings.items()])
-    config.data.prompts_per_step = 2
+    config = config_of(*(f"{name}={value}" for name, value in settings.items()))
     beside = SimpleNamespace(doing=lambda kind: contextlib.nullcontext())
     return DataFeed(config, kind, rows, examples, None, lambda batch: batch, beside)
 

@@ -6,8 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from settings import configured
 
 from hybridrl.algorithms import (
@@ -58,28 +56,6 @@ def in_pairs(rows):
 
 def log_sigmoid(x):
     return -math.log1p(math.exp(-x))
-
-
-@given(st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=6))
-def test_last_of_a_padded_layout(mask):
-    mask = torch.tensor(mask)
-    x = torch.arange(1.0, mask.numel() + 1).view(mask.shape)
-    expected = [
-        row[keep].tolist()[-1] if keep.any() else 0.0 for row, keep in zip(x, mask, strict=True)
-    ]
-    assert TokenSegments.from_mask(mask).last(x).tolist() == expected
-
-
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=6), st.integers(0, 9))
-def test_last_of_a_packed_layout(lengths, seed):
-    generator = torch.Generator().manual_seed(seed)
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
-    mask = torch.rand(sum(lengths), generator=generator) < 0.6
-    x = torch.arange(1.0, sum(lengths) + 1)
-    for held in (None, mask):
-        segments = TokenSegments.from_cu_seqlens(cu_seqlens, held)
-        expected = [(row or [0.0])[-1] for row in rows_of(segments, x)]
-        assert segments.last(x).tolist() == expected
 
 
 def test_last_has_a_gradient_at_the_last_tokens_only():

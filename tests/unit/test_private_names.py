@@ -7,7 +7,7 @@ is given, in more.
 import ast
 from pathlib import Path
 
-from package_trees import tree_of
+from package_trees import nodes_of
 
 ROOT = Path(__file__).parents[2] / "hybridrl"
 KNOWN = {
@@ -89,10 +89,7 @@ DOCUMENTED = {"_exit", "_asdict", "_replace", "_fields", "_make"}
 """Of `os` and of named tuples: private in spelling only."""
 
 
-def trees():
-    return {path.relative_to(ROOT).as_posix(): tree_of(path) for path in FILES}
-
-
+DEFINITIONS = (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)
 FILES = sorted(ROOT.rglob("*.py"))
 
 
@@ -104,11 +101,11 @@ def is_own(value):
     return isinstance(value, ast.Name) and value.id in ("self", "cls")
 
 
-def own_names(all_trees):
+def own_names():
     """Private names that are defined here."""
     found = set()
-    for node in (node for tree in all_trees.values() for node in ast.walk(tree)):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+    for node in (node for path in FILES for node in nodes_of(path)):
+        if isinstance(node, DEFINITIONS):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
@@ -119,10 +116,10 @@ def own_names(all_trees):
 
 def foreign_names():
     """By private name of others, the files that use it."""
-    all_trees, found = trees(), {}
-    own = own_names(all_trees) - KNOWN.keys()
-    for file, tree in all_trees.items():
-        for node in ast.walk(tree):
+    own, found = own_names() - KNOWN.keys(), {}
+    for path in FILES:
+        file = path.relative_to(ROOT).as_posix()
+        for node in nodes_of(path):
             names = []
             if isinstance(node, ast.Attribute) and node.attr not in own:
                 names = [] if is_own(node.value) else [node.attr]

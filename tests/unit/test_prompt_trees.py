@@ -1,11 +1,11 @@
 """A prompt that rows share is computed once, and nothing else is another number for it."""
 
-import itertools
 import runpy
 
 import plain_torch
 import pytest
 import torch
+from flash_kernels import attend, differentiate
 from plain_cases import make_folders, settings_of
 from tiers import few_of
 from transformers import (
@@ -163,42 +163,13 @@ def test_a_shared_prompt_counts_for_each_of_its_samples(multiple):
     assert torch.equal(samples.input_ids[0, samples.places], samples.targets)
 
 
-def blocks_of(q, k, case):
-    """Places of each sample's queries and keys, and their scores."""
-    bounds = (itertools.pairwise(x.tolist()) for x in (case.query_bounds, case.key_bounds))
-    for queries, keys in zip(*(itertools.starmap(slice, one) for one in bounds), strict=True):
-        of_keys = k[keys].repeat_interleave(q.shape[1] // k.shape[1], 1)
-        scores = torch.einsum("qhd,khd->hqk", q[queries], of_keys) * case.scale
-        if case.causal:
-            later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
-            scores = scores.masked_fill(later, -torch.inf)
-        yield queries, keys, scores
-
-
 def flash_forward(q, k, v, case):
-    """What the kernel promises."""
-    out, lse = torch.empty_like(q), torch.empty(q.shape[1], len(q))
-    for queries, keys, scores in blocks_of(q, k, case):
-        values = v[keys].repeat_interleave(q.shape[1] // k.shape[1], 1)
-        lse[:, queries] = scores.logsumexp(-1)
-        out[queries] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
-    return out, lse
+    return attend(q, k, v, case.query_bounds, case.key_bounds, case.scale, case.causal)
 
 
 def flash_backward(grad, q, k, v, out, lse, case):
-    """By `out` and `lse` as they are given, as the kernel does."""
-    found, groups = [torch.zeros_like(x) for x in (q, k, v)], q.shape[1] // k.shape[1]
-    for queries, keys, scores in blocks_of(q, k, case):
-        weights = (scores - lse[:, queries, None]).exp()
-        of_keys, values = (x[keys].repeat_interleave(groups, 1) for x in (k, v))
-        delta = (grad[queries] * out[queries]).sum(-1).T[..., None]
-        of_scores = torch.einsum("qhd,khd->hqk", grad[queries], values) - delta
-        of_scores = weights * of_scores * case.scale
-        found[0][queries] = torch.einsum("hqk,khd->qhd", of_scores, of_keys)
-        for n, (left, right) in ((1, (of_scores, q)), (2, (weights, grad))):
-            part = torch.einsum("hqk,qhd->khd", left, right[queries])
-            found[n][keys] = part.unflatten(1, (-1, groups)).sum(2)
-    return tuple(found)
+    bounds = case.query_bounds, case.key_bounds
+    return differentiate(grad, q, k, v, out, lse, *bounds, case.scale, case.causal)
 
 
 @pytest.mark.parametrize("with_sinks", [False, True])

@@ -85,9 +85,11 @@ PROGRAM = """
 import atexit, signal, sys, time
 from hybridrl.config.schema import RecoveryConfig
 from hybridrl.errors import PreemptionInterrupt
+from hybridrl.run import signals
 from hybridrl.run.signals import SignalHandler, exit_after_signal
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
 if sys.argv[1] == "hangs":
+    signals.CLOSE_TIMEOUT_S = 0.2
     atexit.register(time.sleep, 600)
 try:
     with SignalHandler(RecoveryConfig(grace_s=0.4), 75) as interrupts:

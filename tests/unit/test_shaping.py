@@ -98,72 +98,6 @@ def assert_column(found, name, expected):
     torch.testing.assert_close(dense(found, name), expected)
 
 
-OPTIONS = [
-    *(({"advantage": name}) for name in OF_SCORES),
-    *(
-        {"advantage": name, "advantage_scale": scale}
-        for name in SCALED
-        for scale in ("none", "batch")
-    ),
-    {"advantage": "reinforce_plus_plus", "gamma": 0.9},
-]
-
-
-def expected_advantages(batch, advantage, advantage_scale="std", gamma=1.0):
-    """The algorithm's own function on dense tensors, on each token of its row."""
-    scores, groups, mask = batch["scores"], batch["group_id"], mask_of(batch)
-    function = getattr(algorithms, advantage)
-    if advantage == "reinforce_plus_plus":
-        rewards = torch.zeros(mask.shape)
-        for row, place in enumerate(LENGTHS):
-            rewards[row, place - 1] = scores[row]
-        return function(rewards, mask, gamma)[0]
-    if advantage == "reinforce_plus_plus_baseline":
-        return function(scores, groups, mask)
-    if advantage == "optimal_reward_baseline":
-        return function(scores, mask.sum(1), groups)
-    return function(scores, groups, *([advantage_scale] if advantage in SCALED else []))
-
-
-@pytest.mark.parametrize(
-    "options", OPTIONS, ids=lambda options: "-".join(map(str, options.values()))
-)
-def test_group_advantages_are_those_of_the_estimator(options):
-    batch = make_batch()
-    found = compare(batch, **options)
-    assert found.columns == ["advantages", "response_mask"]
-    expected = expected_advantages(batch, **options)
-    expected = (
-        expected if expected.ndim == 2 else algorithms.broadcast_to_tokens(expected, mask_of(batch))
-    )
-    advantages = torch.where(mask_of(batch), dense(found, "advantages"), 0.0)
-    torch.testing.assert_close(advantages, expected)
-    assert float(advantages.abs().max()) > 0.1
-    assert_column(found, "response_mask", dense(batch, "response_mask"))
-
-
-@pytest.mark.parametrize(
-    "options", OPTIONS, ids=lambda options: "-".join(map(str, options.values()))
-)
-def test_a_dropped_sample_has_an_empty_mask_and_changes_nothing_for_the_others(options):
-    dropped, kept = [1, 4], [0, 2, 3, 5]
-    batch = make_batch(scores=without(SCORES, *dropped))
-    found = compare(batch, **options)
-    assert mask_of(found).sum(1).tolist() == [3, 0, 1, 4, 0, 5]
-    alone = compare(batch.take(kept), **options)
-    for name in found.columns:
-        columns = found.take(kept).ragged(name), alone.ragged(name)
-        torch.testing.assert_close(*(column.values for column in columns))
-    assert torch.isfinite(found["advantages"].values).all()
-
-
-@pytest.mark.parametrize("name", OF_SCORES)
-def test_where_all_are_dropped_nothing_is_learned(name):
-    found = compare(make_batch(scores=without(SCORES, *range(6))), advantage=name)
-    assert not mask_of(found).any() and (found["advantages"].values == 0).all()
-    assert (loss_weights(found, "token-mean")["loss_weights"].values == 0).all()
-
-
 @pytest.mark.parametrize("name", [name for name in OF_SCORES if name != NOT_NEGATIVE])
 def test_answers_near_the_limit_are_punished(name):
     batch, overlong = make_batch(), {"overlong_buffer": 2, "overlong_factor": 0.8}
@@ -178,40 +112,6 @@ def test_answers_near_the_limit_are_punished(name):
     )
 
 
-def test_the_kl_is_taken_off_the_rewards_of_reinforce_plus_plus():
-    batch = make_batch()
-    found = compare(
-        batch,
-        advantage="reinforce_plus_plus",
-        kl_in_reward=True,
-        kl_coefficient=0.3,
-        kl_estimator="k1",
-    )
-    rewards = -0.3 * (dense(batch, "log_probs") - dense(batch, "ref_log_probs"))
-    for row, length in enumerate(LENGTHS):
-        rewards[row, length - 1] += SCORES[row]
-    expected, _ = algorithms.reinforce_plus_plus(rewards, mask_of(batch))
-    assert_column(found, "advantages", expected)
-
-
-def token_rewards(batch, scores, coefficient, estimator):
-    columns = dense(batch, "log_probs"), dense(batch, "ref_log_probs")
-    return algorithms.shape_rewards(scores, mask_of(batch), *columns, coefficient, estimator)
-
-
-@pytest.mark.parametrize("kl_in_reward", [False, True])
-def test_critic_advantages_are_whitened_gae(kl_in_reward):
-    batch = make_batch()
-    config = settings(gamma=0.9, lam=0.8, kl_in_reward=kl_in_reward, kl_estimator="k1")
-    found = critic_advantages(batch, config, LONGEST, 0.4)
-    mask, values = mask_of(batch), dense(batch, "values")
-    rewards = token_rewards(batch, batch["scores"], 0.4 if kl_in_reward else 0.0, "k1")
-    advantages, returns = algorithms.gae(rewards, values, mask, 0.9, 0.8)
-    assert_column(found, "advantages", algorithms.whiten(advantages, mask))
-    assert_column(found, "returns", returns)
-    assert_column(found, "response_mask", dense(batch, "response_mask"))
-
-
 def test_without_kl_in_the_reward_no_reference_is_needed():
     names = ("scores", "response_mask", "values")
     batch = make_batch().select(names)
@@ -219,36 +119,6 @@ def test_without_kl_in_the_reward_no_reference_is_needed():
     expected = critic_advantages(make_batch(), settings(), LONGEST, 0.0)
     for name in expected.columns:
         assert_column(found, name, dense(expected, name))
-
-
-@pytest.mark.parametrize("gamma", [1.0, 0.5])
-def test_greedy_advantages_are_remax(gamma):
-    batch = make_batch(holes=False)
-    found = greedy_advantages(batch, settings(gamma=gamma), LONGEST, 0.0)
-    assert found.columns == ["advantages", "response_mask"]
-    gain = torch.tensor(SCORES) - batch["greedy_scores"]  # nothing is discounted
-    assert_column(found, "advantages", algorithms.broadcast_to_tokens(gain, mask_of(batch)))
-
-
-def test_greedy_advantages_with_kl_and_failures():
-    greedy = without([0.5, 0.5, 0.25, 0.5, 0.25, 0.25], 0)
-    batch = make_batch(greedy_scores=greedy, scores=without(SCORES, 3))
-    config = settings(kl_in_reward=True, kl_estimator="k1")
-    found = greedy_advantages(batch, config, LONGEST, 0.2)
-    mask = mask_of(batch)
-    mask[[0, 3]] = False  # nothing is known of the first's greedy answer, or of the fourth
-    differences = dense(batch, "log_probs") - dense(batch, "ref_log_probs")
-    expected = torch.zeros(mask.shape)
-    for row, place in mask.nonzero().tolist():
-        later = mask[row].clone()
-        later[:place] = False
-        expected[row, place] = SCORES[row] - float(greedy[row])
-        expected[row, place] -= 0.2 * float(differences[row][later].sum())
-    assert_column(found, "advantages", expected)
-    assert_column(found, "response_mask", mask.to(torch.uint8))
-    renamed = greedy_baseline(batch, config, LONGEST)
-    assert renamed.columns == ["greedy_scores"]
-    assert torch.equal(renamed["greedy_scores"].isnan(), batch["scores"].isnan())
 
 
 def one_of_each(**columns):
@@ -288,29 +158,6 @@ def test_constrained_advantages_by_hand():
     torch.testing.assert_close(found["cost_returns"].values, cost_returns)
     torch.testing.assert_close(found["advantages"].values, (good - 3.0 * bad) / 4.0)
     assert found["response_mask"].values.tolist() == [1, 1, 1, 1]
-
-
-def test_constrained_advantages_leave_out_what_has_no_reward_or_no_cost():
-    batch = make_batch(scores=without(SCORES, 0), costs=without(COSTS, 5))
-    config = settings(gamma=0.9, lam=0.5)
-    found = constrained_advantages(batch, config, LONGEST, 0.0, 0.5)
-    assert mask_of(found).sum(1).tolist() == [0, 3, 1, 4, 2, 0]
-    kept = [1, 2, 3, 4]
-    alone = constrained_advantages(batch.take(kept), config, LONGEST, 0.0, 0.5)
-    for name in found.columns:
-        mine = found.take(kept).ragged(name).values
-        torch.testing.assert_close(mine, alone.ragged(name).values)
-        assert torch.isfinite(found[name].values).all()
-
-
-@pytest.mark.parametrize("mode", AGGREGATION_MODES)
-def test_loss_weights_are_those_of_the_mini_batch(mode):
-    batch = make_batch()
-    found = loss_weights(batch, mode, 7)
-    assert found.columns == ["loss_weights"]
-    assert_column(found, "loss_weights", token_weights(mask_of(batch), mode, length_norm=7))
-    empty = loss_weights(batch.slice(0, 0), mode, 7)
-    assert len(empty) == 0 and len(empty["loss_weights"].values) == 0
 
 
 # Ragged batches of any kind, against the same formulas on padded tensors.
@@ -363,9 +210,9 @@ def assert_packed(batch, found, **expected):
 
 
 @FEW
-@given(ragged_batches(), st.sampled_from([{}, {"overlong_buffer": 3}]))
-def test_packed_ppo_equals_padded(batch, options):
-    config = settings(gamma=0.9, lam=0.8, kl_in_reward=True, **options)
+@given(ragged_batches(), st.sampled_from([{}, {"overlong_buffer": 3}]), st.booleans())
+def test_packed_ppo_equals_padded(batch, options, with_kl):
+    config = settings(gamma=0.9, lam=0.8, kl_in_reward=with_kl, **options)
     found = critic_advantages(batch, config, 6, 0.3)
     mask, columns = padded(batch, "scores")
     scores = batch["scores"].nan_to_num()
@@ -373,7 +220,7 @@ def test_packed_ppo_equals_padded(batch, options):
         lengths = batch.ragged("response_mask").lengths
         scores = scores + algorithms.overlong_penalty(lengths, 6, 3)
     both = columns["log_probs"], columns["ref_log_probs"]
-    rewards = algorithms.shape_rewards(scores, mask, *both, 0.3, "k1")
+    rewards = algorithms.shape_rewards(scores, mask, *both, 0.3 * with_kl, "k1")
     advantages, returns = algorithms.gae(rewards, columns["values"], mask, 0.9, 0.8)
     whitened = algorithms.whiten(advantages, mask)
     assert_packed(batch, found, advantages=whitened, returns=returns, response_mask=mask)
@@ -406,9 +253,10 @@ def test_packed_safe_rlhf_equals_padded(batch):
 
 
 @FEW
-@given(ragged_batches())
-def test_packed_remax_equals_padded(batch):
-    config = settings(kl_in_reward=True)
+@given(ragged_batches(), st.sampled_from([1.0, 0.5]))
+def test_packed_remax_equals_padded(batch, gamma):
+    """Nothing is discounted."""
+    config = settings(kl_in_reward=True, gamma=gamma)
     found = greedy_advantages(batch, config, 6, 0.3)
     mask, columns = padded(batch, "scores", "greedy_scores")
     both = columns["log_probs"], columns["ref_log_probs"]
@@ -419,11 +267,17 @@ def test_packed_remax_equals_padded(batch):
 
 @pytest.mark.parametrize("name", OF_SCORES)
 @FEW
-@given(batch=ragged_batches(), with_kl=st.booleans())
-def test_packed_group_advantages_equal_padded(name, batch, with_kl):
+@given(
+    batch=ragged_batches(),
+    with_kl=st.booleans(),
+    scale=st.sampled_from(["std", "none", "batch"]),
+    gamma=st.sampled_from([1.0, 0.9]),
+)
+def test_packed_group_advantages_equal_padded(name, batch, with_kl, scale, gamma):
+    """And a sample without a score has an empty mask, and changes nothing for the others."""
     batch, with_kl = scored_for(name, batch), with_kl and name != NOT_NEGATIVE
-    config = settings(advantage=name, kl_in_reward=with_kl, kl_coefficient=0.3)
-    found = group_advantages(batch, config, 6)
+    options = {"advantage_scale": scale, "gamma": gamma, "kl_in_reward": with_kl}
+    found = group_advantages(batch, settings(advantage=name, kl_coefficient=0.3, **options), 6)
     mask, columns = padded(batch, "scores")
     kept = ~batch["scores"].isnan()
     scores, groups, held = batch["scores"][kept], batch["group_id"][kept], mask[kept]
@@ -432,14 +286,15 @@ def test_packed_group_advantages_equal_padded(name, batch, with_kl):
     function = getattr(algorithms, name)
     if name == "reinforce_plus_plus":
         rewards = algorithms.shape_rewards(scores, held, *both, coefficient, "k1")
-        estimated = function(rewards, held)[0]
+        estimated = function(rewards, held, gamma)[0]
     else:
         penalty = algorithms.estimate_kl(*both, "k1", mask=held).sum(1)
         scores = scores - coefficient * penalty
         of_lengths = name == "optimal_reward_baseline"
         arguments = (scores, held.sum(1), groups) if of_lengths else (scores, groups)
         of_tokens = name == "reinforce_plus_plus_baseline"
-        estimated = function(*arguments, *([held] if of_tokens else []))
+        further = [held] if of_tokens else [scale] if name in SCALED else []
+        estimated = function(*arguments, *further)
         estimated = estimated if of_tokens else algorithms.broadcast_to_tokens(estimated, held)
     advantages = torch.zeros(mask.shape)
     advantages[kept] = estimated
@@ -573,6 +428,9 @@ def test_the_greedy_answer_is_punished_as_samples_are():
     assert (found["advantages"].values == 0).all()
     empty = greedy_baseline(batch.slice(0, 0), overlong, LONGEST)
     assert len(empty) == 0 and empty["greedy_scores"].dtype == torch.float32
+    failed = greedy_baseline(make_batch(scores=without(SCORES, 3)), overlong, LONGEST)
+    assert failed.columns == ["greedy_scores"]
+    assert failed["greedy_scores"].isnan().tolist() == [row == 3 for row in range(6)]
 
 
 MINE = """

@@ -78,11 +78,13 @@ def test_segments_padded_and_packed_say_the_same(case):
     kept = [row[held] for row, held in zip(x, mask, strict=True)]
     sums = torch.stack([row.sum() for row in kept])
     means = torch.stack([row.mean() if len(row) else row.sum() for row in kept])
+    lasts = [row.tolist()[-1] if len(row) else 0.0 for row in kept]
     for segments, tokens in ((padded, x), (packed, x.flatten()), (dense, x[mask])):
         assert segments.rows == rows
         assert torch.equal(segments.lengths, mask.sum(-1))
         torch.testing.assert_close(segments.sum(tokens), sums)
         torch.testing.assert_close(segments.mean(tokens), means)
+        assert segments.last(tokens).tolist() == lasts
         spread = segments.spread(means)
         assert spread.shape == tokens.shape
         torch.testing.assert_close(

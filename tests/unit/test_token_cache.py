@@ -21,6 +21,7 @@ import datasets as hub
 import numpy as np
 import pyarrow as pa
 import pytest
+from data_rows import with_template, write_rows
 from transformers import CTRLTokenizer
 
 from hybridrl.batch.batch import Batch
@@ -45,17 +46,11 @@ WITH_PROCESSES = (
     "test_what_ends_a_process_is_told",
 )
 KINDS = ("prompts", "examples", "pairs")
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role[0] }}-{{ m.content }}<eos> {% endfor %}"
-    "{% if add_generation_prompt %}a-{% endif %}"
-)
 
 
 @pytest.fixture
 def tokenizer():
-    tokenizer = build_character_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
+    return with_template()
 
 
 class PoolInside:
@@ -111,12 +106,6 @@ def no_processes(monkeypatch):
     return lambda: monkeypatch.setattr(token_cache, "ProcessPool", refuse)
 
 
-def write(file, rows):
-    lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
-    file.write_text("".join(f"{line}\n" for line in lines))
-    return str(file)
-
-
 def rows_of(kind, number=90):
     if kind == "prompts":
         rows = [{"prompt": f"{n % 70}+1=", "answer": n + 1, "kind": n} for n in range(number)]
@@ -134,7 +123,7 @@ def rows_of(kind, number=90):
 def settings_of(kind, folder, rows=None, **more):
     columns = {"messages_column": "messages"} if kind == "examples" else {}
     return DataConfig(
-        path=write(folder / "rows.jsonl", rows or rows_of(kind)), **{**columns, **more}
+        path=write_rows(folder / "rows.jsonl", rows or rows_of(kind)), **{**columns, **more}
     )
 
 
@@ -667,7 +656,7 @@ def test_the_command_lists_and_prunes_token_ids(load, tokenizer, tmp_path, capsy
     for name in ("old", "new"):
         rows = [{"prompt": f"{name} {n}", "answer": str(n)} for n in range(40)]
         before = set((folder / "rows").glob("*"))
-        load("prompts", DataConfig(path=write(tmp_path / f"{name}.jsonl", rows)))
+        load("prompts", DataConfig(path=write_rows(tmp_path / f"{name}.jsonl", rows)))
         (used[name],) = set((folder / "rows").glob("*")) - before
     ContentCache(CacheConfig(folder=str(folder)), "verdicts").put_many({bytes(32): b"value"})
     for age, path in enumerate([used["new"], *folder.glob("verdicts/*"), used["old"]]):

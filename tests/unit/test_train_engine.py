@@ -23,6 +23,7 @@ from engine_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from tiers import few_of
 from transformers import AutoModelForCausalLM
 
 from hybridrl.algorithms import PreferenceObjective, TokenLoss, negative_log_likelihood
@@ -81,8 +82,8 @@ def test_forward_equals_the_log_probs_of_update(engine):
         torch.testing.assert_close(scored[name].values, column[order], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("small", [True, False])
 @pytest.mark.parametrize("checkpointing", [*CHECKPOINTING_MODES, True])
+@pytest.mark.parametrize("small", few_of([True, False], [False]))
 def test_checkpointing_and_units_change_nothing(mesh, plain, monkeypatch, small, checkpointing):
     monkeypatch.setattr(fsdp, "SMALL_MODEL_BYTES", 1 << 20 if small else 0)
     engine = make_engine(mesh, gradient_checkpointing=checkpointing, tokens_per_microbatch=60)

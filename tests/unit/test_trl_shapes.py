@@ -4,9 +4,9 @@ import inspect
 
 import pyarrow as pa
 import pytest
+from data_rows import with_template
 
 from hybridrl.config.schema import DataConfig
-from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.preference_pairs import tokenize_preference_pairs
 from hybridrl.data.prompts import tokenize_prompts
 from hybridrl.data.row_reader import RowReader
@@ -26,9 +26,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    tokenizer = build_character_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
+    return with_template(TEMPLATE)
 
 
 def said(role, text):

@@ -12,12 +12,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from package_trees import PACKAGE, calls_of, keywords_of, nodes_of, tree_of
 
 from hybridrl.models.flash_attention import FLASH_4
 
 pytestmark = pytest.mark.more
 REPOSITORY = Path(__file__).parents[2]
-ROOT = REPOSITORY / "hybridrl"
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -94,25 +94,6 @@ def fields(of_class):
     return {node.target.id for node in of_class.body if isinstance(node, ast.AnnAssign)}
 
 
-def keywords(call):
-    return {word.arg for word in call.keywords if word.arg is not None}
-
-
-def tree_of(file):
-    return ast.parse((ROOT / file).read_text())
-
-
-def calls(file, name):
-    """The calls of `name` in a file of ours."""
-    found = [
-        node
-        for node in ast.walk(tree_of(file))
-        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == name
-    ]
-    assert found, f"{file} no longer calls {name}"
-    return found
-
-
 def supported_versions():
     """The requirement of vLLM on GPUs, and what asks for its lowest version."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
@@ -148,12 +129,12 @@ def vllm(request, tmp_path_factory):
 
 def vllm_imports():
     """Each file of ours with each name that it imports from vLLM: module, name, name there."""
-    for path in sorted(ROOT.rglob("*.py")):
-        tree = ast.parse(path.read_text())
-        for node in ast.walk(tree):
+    for path in sorted(PACKAGE.rglob("*.py")):
+        tree = tree_of(path)
+        for node in nodes_of(path):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
                 for alias in node.names:
-                    yield path.relative_to(ROOT), tree, node.module, alias
+                    yield path.relative_to(PACKAGE), tree, node.module, alias
 
 
 def test_every_imported_name_is_there(vllm):
@@ -171,7 +152,7 @@ def misfit(call, function, is_method):
     """Why a function cannot be called so, in words; None if it can."""
     given = function.args
     positional = [argument.arg for argument in (*given.posonlyargs, *given.args)][is_method:]
-    if not given.kwarg and (unknown := keywords(call) - parameters(function)):
+    if not given.kwarg and (unknown := keywords_of(call) - parameters(function)):
         return f"has no {sorted(unknown)}"
     if any(isinstance(x, ast.Starred) for x in call.args) or None in {w.arg for w in call.keywords}:
         return None
@@ -183,7 +164,7 @@ def misfit(call, function, is_method):
         for argument, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
         if default is None
     }
-    return f"needs {sorted(needed - keywords(call))}" if needed - keywords(call) else None
+    return f"needs {sorted(needed - keywords_of(call))}" if needed - keywords_of(call) else None
 
 
 def test_every_imported_function_and_class_is_called_as_it_is(vllm):
@@ -233,9 +214,9 @@ def test_the_engine_is_given_what_vllm_takes(vllm):
     llm = vllm.find("vllm.entrypoints.llm", "LLM")
     known = parameters(vllm.method("vllm.entrypoints.llm", llm, "__init__"))
     known |= fields(vllm.find("vllm.engine.arg_utils", "EngineArgs"))
-    (call,) = calls("rollout/vllm_startup.py", "LLM")
-    given = keywords(call)
-    for node in ast.walk(tree_of("rollout/vllm_startup.py")):  # and by device
+    (call,) = calls_of("rollout/vllm_startup.py", "LLM")
+    given = keywords_of(call)
+    for node in nodes_of(PACKAGE / "rollout/vllm_startup.py"):  # and by device
         if isinstance(node, ast.Return) and isinstance(node.value, ast.Dict):
             given |= {key.value for key in node.value.keys if key is not None}
     assert "enable_sleep_mode" in given
@@ -244,23 +225,23 @@ def test_the_engine_is_given_what_vllm_takes(vllm):
 
 def test_sampling_is_asked_for_as_vllm_has_it(vllm):
     known = fields(vllm.find("vllm.sampling_params", "SamplingParams"))
-    for call in calls("rollout/vllm_engine.py", "SamplingParams"):
-        assert keywords(call) <= known, sorted(keywords(call) - known)
+    for call in calls_of("rollout/vllm_engine.py", "SamplingParams"):
+        assert keywords_of(call) <= known, sorted(keywords_of(call) - known)
 
 
 def test_sleeping_and_waking_is_as_vllm_has_it(vllm):
     llm = vllm.find("vllm.entrypoints.llm", "LLM")
     for name in ("sleep", "wake_up", "reset_prefix_cache"):
         takes = parameters(vllm.method("vllm.entrypoints.llm", llm, name))
-        for call in calls("rollout/vllm_engine.py", name):
+        for call in calls_of("rollout/vllm_engine.py", name):
             if ast.unparse(call.func).startswith("self._llm."):
-                assert keywords(call) <= takes, name
+                assert keywords_of(call) <= takes, name
     worker = vllm.find("vllm.v1.worker.gpu_worker", "Worker")
     assert "level" in parameters(vllm.method("vllm.v1.worker.gpu_worker", worker, "sleep"))
     assert "tags" in parameters(vllm.method("vllm.v1.worker.gpu_worker", worker, "wake_up"))
     tags = {
         tag.value
-        for call in calls("rollout/vllm_engine.py", "wake_up")
+        for call in calls_of("rollout/vllm_engine.py", "wake_up")
         for word in call.keywords
         for tag in getattr(word.value, "elts", ())
     }
@@ -313,7 +294,7 @@ def test_flash_attention_4_of_the_wheel_takes_what_torch_gives_it(vllm):
             word
             for node in ast.walk(hook)
             if isinstance(node, ast.Call) and ast.unparse(node.func) == f"module.{name}"
-            for word in keywords(node)
+            for word in keywords_of(node)
         }
         if name == "_flash_attn_fwd":  # by a dictionary
             given |= {

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from package_trees import tree_of
+from package_trees import nodes_of
 
 import hybridrl
 
@@ -29,15 +29,14 @@ WRONG = {
 
 def sentences(file):
     """Strings of a module that have a blank, with their lines: what it says, and no names."""
-    tree = tree_of(file)
     parts = {
         id(part)
-        for node in ast.walk(tree)
+        for node in nodes_of(file)
         if isinstance(node, ast.JoinedStr)
         for part in ast.walk(node)
         if part is not node
     }
-    for node in ast.walk(tree):
+    for node in nodes_of(file):
         if id(node) in parts:
             continue
         if isinstance(node, ast.JoinedStr):
