@@ -11,7 +11,7 @@ import torch
 
 from hybridrl.batch.batch import Batch, RaggedColumn
 from hybridrl.batch.kept_sets import KEPT_SETS
-from hybridrl.rollout.rollout_engine import build_response_batch, concatenate_arrays, ragged
+from hybridrl.rollout.rollout_engine import build_response_batch, ragged
 from hybridrl.rollout.transcript import TokenTranscript
 
 
@@ -38,12 +38,12 @@ class EpisodeSample(NamedTuple):
 
 EMPTY_EPISODE = EpisodeSample([], [], 0.0, "stop")
 """In the place of an episode that another rank plays."""
-_TOKEN_COLUMNS: Mapping[str, tuple[Callable[[TokenTranscript], Sequence[float]], torch.dtype]] = {
-    "response_ids": (lambda transcript: transcript.response_ids, torch.int64),
-    "response_mask": (lambda transcript: transcript.mask, torch.uint8),
-    "rollout_log_probs": (lambda transcript: transcript.log_probs, torch.float32),
-    "turn": (lambda transcript: transcript.turns, torch.int32),
-    "token_versions": (lambda transcript: transcript.versions, torch.int64),
+_TOKEN_COLUMNS: Mapping[str, tuple[Callable[[TokenTranscript], Sequence[float]], type]] = {
+    "response_ids": (lambda transcript: transcript.response_ids, np.int64),
+    "response_mask": (lambda transcript: transcript.mask, np.uint8),
+    "rollout_log_probs": (lambda transcript: transcript.log_probs, np.float32),
+    "turn": (lambda transcript: transcript.turns, np.int32),
+    "token_versions": (lambda transcript: transcript.versions, np.int64),
 }
 """The columns of response tokens that a branch has, and where they come from."""
 
@@ -84,7 +84,7 @@ def build_episode_batch(
     }
     columns |= {
         "turns": torch.tensor(turns, dtype=torch.int64),
-        "turn_rewards": ragged([sample.rewards for sample in samples], torch.float32),
+        "turn_rewards": ragged([sample.rewards for sample in samples], np.float32),
         "episode_rewards": torch.tensor([s.reward for s in samples], dtype=torch.float32),
         **_metrics(samples),
     }
@@ -93,7 +93,7 @@ def build_episode_batch(
     if branching and keeps_sets:
         encoded = [[branch.kept.encode() for branch in s.branches[:-1]] for s in samples]
         rows = [np.concatenate([np.zeros(0, np.int32), *row]) for row in encoded]
-        columns[f"branch_{KEPT_SETS}"] = concatenate_arrays(rows, np.int32)
+        columns[f"branch_{KEPT_SETS}"] = ragged(rows, np.int32)
     return batch.with_columns(columns)
 
 
@@ -112,21 +112,19 @@ def _branches(
         for sample, transcript, prompt in zip(samples, own, given, strict=True)
     ]
 
-    def together(
-        of: Callable[[TokenTranscript], Sequence[float]], kind: torch.dtype
-    ) -> RaggedColumn:
+    def together(of: Callable[[TokenTranscript], Sequence[float]], kind: type) -> RaggedColumn:
         return ragged([[x for branch in row for x in of(branch)] for row in further], kind)
 
     return {
-        "prompt_ids": ragged(own_prompts, torch.int64),
+        "prompt_ids": ragged(own_prompts, np.int64),
         "branches": torch.tensor([len(sample.branches) for sample in samples], dtype=torch.int64),
-        "branch_prompt_ids": together(lambda branch: branch.prompt_ids, torch.int64),
+        "branch_prompt_ids": together(lambda branch: branch.prompt_ids, np.int64),
         **{f"branch_{name}": together(of, kind) for name, (of, kind) in _TOKEN_COLUMNS.items()},
         "branch_prompt_lengths": ragged(
-            [[len(branch.prompt_ids) for branch in row] for row in further], torch.int64
+            [[len(branch.prompt_ids) for branch in row] for row in further], np.int64
         ),
         "branch_response_lengths": ragged(
-            [[len(branch) for branch in row] for row in further], torch.int64
+            [[len(branch) for branch in row] for row in further], np.int64
         ),
     }
 

@@ -7,7 +7,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from hybridrl.batch.begun_responses import UNFINISHED
 from hybridrl.batch.kept_sets import KEPT_SETS, decode_kept_sets
@@ -120,7 +119,7 @@ class PartialStream(SampleStream):
             [log_probs for _, log_probs, _ in found],
             [self._reasons[row] for row in rows],
             kept=self._sets and [self._sets[row] for row in rows],
-        ).with_columns({"token_versions": ragged([v for _, _, v in found], torch.int64)})
+        ).with_columns({"token_versions": ragged([v for _, _, v in found], np.int64)})
         return samples, np.array(rows, dtype=np.int64) + self._first_row
 
     def _continue(self, output: EngineOutput) -> None:

@@ -204,29 +204,22 @@ def build_response_batch(
     """Return the batch that `RolloutEngine.generate` gives; with `routed_experts` if these have a
     precision, and with `kept_sets` if there are any."""
     columns: dict[str, Any] = {
-        "response_ids": ragged(token_ids, torch.int64),
-        "rollout_log_probs": ragged(log_probs, torch.float32),
+        "response_ids": ragged(token_ids, np.int64),
+        "rollout_log_probs": ragged(log_probs, np.float32),
         "finish_reason": pa.array(finish_reasons, pa.string()),
     }
     if routes is not None and routes_dtype is not None:
-        columns[ROUTED_EXPERTS] = concatenate_arrays(
-            [row.reshape(-1) for row in routes], routes_dtype
-        )
+        columns[ROUTED_EXPERTS] = ragged(routes, routes_dtype)
     if kept is not None:
-        columns[KEPT_SETS] = concatenate_arrays([sets.encode() for sets in kept], np.int32)
+        columns[KEPT_SETS] = ragged([sets.encode() for sets in kept], np.int32)
     return Batch.from_columns(columns)
 
 
-def concatenate_arrays(rows: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> RaggedColumn:
-    """Return a column of these rows, typed even where there are none."""
-    cu_seqlens = torch.tensor([0, *itertools.accumulate(row.size for row in rows)])
-    return RaggedColumn(torch.from_numpy(np.concatenate([np.zeros(0, dtype), *rows])), cu_seqlens)
-
-
-def ragged(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> RaggedColumn:
-    """Return a token-level column of these rows, typed even where there are none."""
-    cu_seqlens = torch.tensor([0, *itertools.accumulate(len(row) for row in rows)])
-    return RaggedColumn(torch.tensor([x for row in rows for x in row], dtype=dtype), cu_seqlens)
+def ragged(rows: Sequence[npt.ArrayLike], dtype: npt.DTypeLike) -> RaggedColumn:
+    """Return a column of these rows, each of them flat, typed even where there are none."""
+    arrays = [np.asarray(row, dtype).reshape(-1) for row in rows]
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(array.size for array in arrays)])
+    return RaggedColumn(torch.from_numpy(np.concatenate([np.zeros(0, dtype), *arrays])), cu_seqlens)
 
 
 @dataclass(frozen=True)

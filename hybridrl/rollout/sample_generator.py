@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from hybridrl.batch.batch import Batch
 from hybridrl.batch.row_balancing import split_by_runs
@@ -238,7 +237,7 @@ class SingleTurnStream(SampleStream):
             done, self._engine.routes_dtype, keeps_sets=self._engine.keeps_sets
         )
         rows = np.array([finished.key for finished in done], dtype=np.int64)
-        return samples.with_columns({"token_versions": ragged(versions, torch.int64)}), rows
+        return samples.with_columns({"token_versions": ragged(versions, np.int64)}), rows
 
     def _fill(self) -> None:
         while (request := self._next) is not None:

@@ -54,7 +54,7 @@ def episodes(draw):
         "greedy_scores": torch.randn(count, generator=generator),
         "group_id": torch.arange(count) // 3,
         "turn_rewards": ragged(
-            [torch.randn(n, generator=generator).tolist() for n in rewarded], torch.float32
+            [torch.randn(n, generator=generator).tolist() for n in rewarded], np.float32
         ),
     }
     by_token = {"response_mask": mask, "turn": turn.to(torch.int32)}
@@ -163,7 +163,7 @@ def test_the_credit_of_turns_by_hand():
         {
             "scores": torch.tensor([1.5, 2.0]),
             "group_id": torch.tensor([4, 4]),
-            "turn_rewards": ragged([[1.0, 0.0], []], torch.float32),
+            "turn_rewards": ragged([[1.0, 0.0], []], np.float32),
             "response_mask": packed(torch.tensor([1, 1, 0, 1, 1], dtype=torch.uint8), [4, 1]),
             "turn": packed(torch.tensor([0, 0, 0, 1, 0], dtype=torch.int32), [4, 1]),
         }
@@ -181,7 +181,7 @@ def test_a_score_below_the_rewards_of_turns_is_told_as_that():
         {
             "scores": torch.tensor([0.0, 1.0]),
             "group_id": torch.tensor([4, 4]),
-            "turn_rewards": ragged([[1.0], [1.0]], torch.float32),
+            "turn_rewards": ragged([[1.0], [1.0]], np.float32),
             "response_mask": packed(torch.ones(4, dtype=torch.uint8), [2, 2]),
             "turn": packed(torch.tensor([0, 1, 0, 1], dtype=torch.int32), [2, 2]),
         }
@@ -199,7 +199,7 @@ def test_the_kl_of_a_turn_is_taken_off_its_reward():
         {
             "scores": torch.tensor([1.0, 1.0]),
             "group_id": torch.tensor([4, 4]),
-            "turn_rewards": ragged([[1.0, 0.0], [1.0, 0.0]], torch.float32),
+            "turn_rewards": ragged([[1.0, 0.0], [1.0, 0.0]], np.float32),
             "response_mask": packed(torch.tensor([1, 1, 0, 1, 1, 1], dtype=torch.uint8), lengths),
             "turn": packed(torch.tensor([0, 0, 0, 1, 0, 1], dtype=torch.int32), lengths),
             "log_probs": packed(kl - 3.0, lengths),
@@ -217,7 +217,7 @@ def test_rewards_of_turns_lie_at_their_ends_for_a_critic():
     batch = Batch.from_columns(
         {
             "scores": torch.tensor([1.5]),
-            "turn_rewards": ragged([[1.0, 0.0]], torch.float32),
+            "turn_rewards": ragged([[1.0, 0.0]], np.float32),
             "response_mask": packed(torch.tensor([1, 1, 0, 1], dtype=torch.uint8), [4]),
             "turn": packed(torch.tensor([0, 0, 0, 1], dtype=torch.int32), [4]),
             "values": packed(torch.zeros(4), [4]),
