@@ -41,7 +41,7 @@ from hybridrl.controller import (
 )
 from hybridrl.controller.worker import Rendezvous
 from hybridrl.engine.hybrid_engine import HybridEngine
-from hybridrl.engine.train_engine import LossFunction, TrainEngine
+from hybridrl.engine.train_engine import LossFunction
 from hybridrl.errors import ConfigError
 from hybridrl.layout.rank_mesh import MeshCoordinate, RankMesh
 from hybridrl.parallel import process_group
@@ -129,6 +129,7 @@ class ActorWorker(TrainedModelWorker):
         mesh = RankMesh({"rollout_dp": context.world_size // share, "rollout_tp": share})
         self._rollout_place = mesh.coordinates(context.rank)
         train = build_policy_engine(context, source, config, rollout_tp=share)
+        self.model_engine = train
         train.start_optimizer(config.optimizer, updates)
         self._cache = LogProbCache(cache, train, source, temperature)
         engine = None
@@ -148,10 +149,6 @@ class ActorWorker(TrainedModelWorker):
 
     def coordinates(self) -> Mapping[str, MeshCoordinate]:
         return {**super().coordinates(), **self._rollout_place}
-
-    @property
-    def model_engine(self) -> TrainEngine:
-        return self._engine.train
 
     def enter(self) -> None:
         if self._engine.is_generating:
@@ -217,13 +214,13 @@ class ActorWorker(TrainedModelWorker):
     def compute_log_prob(self, batch: Batch) -> Batch:
         """Compute the `log_probs` of the responses under the current policy, and the `entropy`."""
         with self.phase("score"):
-            return self._engine.train.forward(batch, temperature=self._temperature)
+            return self.model_engine.forward(batch, temperature=self._temperature)
 
     @transfer(THREE_D, reads=SAMPLE_COLUMNS, follows=(KEPT_SETS,), makes=("ref_log_probs",))
     def compute_ref_log_prob(self, batch: Batch) -> Batch:
         """`ref_log_probs` of the responses under the model before training: with LoRA the
         actor is its own reference."""
-        with self.phase("score"), self._engine.train.untrained():
+        with self.phase("score"), self.model_engine.untrained():
             scored = self._cache.score(self, batch)
         return Batch.from_columns({"ref_log_probs": scored})
 
@@ -303,7 +300,7 @@ class ActorWorker(TrainedModelWorker):
     def start_optimizer(self, config: OptimizerConfig | None, updates: int) -> None:
         """Start a phase with a fresh optimizer; None: the settings and length of the job."""
         settings = config or self._config.optimizer
-        self._engine.train.start_optimizer(settings, updates or self._updates)
+        self.model_engine.start_optimizer(settings, updates or self._updates)
 
     @transfer(FIRST_RANK)
     def open_rendezvous(self) -> Rendezvous:

@@ -83,7 +83,8 @@ def test_weights_are_the_newest_also_after_sleep(keeps):
 
 def test_training_weights_stay_away_while_samples_are_under_way():
     hybrid, worker = engine(Rollout(keeps=True)), ActorWorker.__new__(ActorWorker)
-    worker._engine, worker.context = hybrid, SimpleNamespace(role="actor")
+    worker._engine, worker.model_engine = hybrid, hybrid.train
+    worker.context = SimpleNamespace(role="actor")
     onloaded = []
     hybrid.train.onload = lambda: onloaded.append(hybrid.is_generating)
     worker.enter()
