@@ -162,10 +162,16 @@ class SampleGenerator(ABC):
 
     Args:
         requests: Where it asks for turns; None: the engine itself.
+
+    Attributes:
+        notices: Sentences on episodes that failed, which whoever reports them takes out.
+        remarks: Other sentences on episodes, likewise.
     """
 
     def __init__(self, engine: RolloutEngine, requests: RequestQueue | None = None) -> None:
         self.engine, self.requests = engine, requests or engine
+        self.notices: list[str] = []
+        self.remarks: list[str] = []
 
     @abstractmethod
     def begin(self, task: GenerationTask) -> SampleStream:
@@ -182,14 +188,6 @@ class SampleGenerator(ABC):
         finally:
             stream.close()
         return drop_token_versions(samples.take(np.argsort(rows)))
-
-    def notices(self) -> list[str]:
-        """Return sentences on episodes that failed since this was asked last."""
-        return []
-
-    def remarks(self) -> list[str]:
-        """Return other sentences on episodes since this was asked last."""
-        return []
 
     def close(self) -> None:
         """End it and its engine."""

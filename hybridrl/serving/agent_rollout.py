@@ -73,9 +73,7 @@ class AgentGenerator(SampleGenerator):
         self.settings = settings
         self.failed = failed or FailedEpisodes(None)
         self.numbers = itertools.count(1)
-        self._logged: set[str] = set()
-        self._notices: list[str] = []
-        self._remarks: list[str] = []
+        self._said: set[str] = set()
 
     def begin(self, task: GenerationTask) -> SampleStream:
         """Begin the episodes of all rows; the columns of the data go to their programs.
@@ -91,30 +89,17 @@ class AgentGenerator(SampleGenerator):
             task = task._replace(sampling=sampling)
         return AgentStream(self, task)
 
-    def notices(self) -> list[str]:
-        said, self._notices = self._notices, []
-        return said
-
-    def remarks(self) -> list[str]:
-        said, self._remarks = self._remarks, []
-        return said
-
     def close(self) -> None:
         self.programs.close()
         self.endpoint.close()
         super().close()
 
-    def report_failure(self, cause: str, notice: str) -> None:
-        """Show a notice of a failed episode, unless there was one of the same cause."""
-        if cause not in self._logged:
-            self._logged.add(cause)
-            self._notices.append(notice)
-
-    def remark(self, cause: str, sentence: str) -> None:
-        """Show a sentence on an episode that did not fail, unless there was one of the cause."""
-        if cause not in self._logged:
-            self._logged.add(cause)
-            self._remarks.append(sentence)
+    def say_once(self, to: list[str], cause: str, sentence: str) -> None:
+        """Append a sentence on an episode to `notices` or `remarks`, unless there was one of the
+        same cause."""
+        if cause not in self._said:
+            self._said.add(cause)
+            to.append(sentence)
 
 
 class _RunningEpisode(NamedTuple):
@@ -230,7 +215,8 @@ class AgentStream(SampleStream):
             reward, reason = self._failed(played, session, kept), played.kind
         elif math.isnan(reward) and self._rollout.settings.name == "command":
             reward = 0.0
-            self._rollout.remark(
+            self._rollout.say_once(
+                self._rollout.remarks,
                 "no reward",
                 "A program ended with exit status 0, but reported no reward: neither by a number "
                 "in its last line nor, with environment.options.report=true, by posting one. It "
@@ -248,17 +234,18 @@ class AgentStream(SampleStream):
                 "and NO_PROXY of the program name the endpoint's host; a client that does not read "
                 "them has to be told not to use a proxy."
             )
+        last_line = failure.rstrip().rpartition("\n")[2]
+        if kept is not None:
+            failure += f"\nIts row, traceback and transcript: {kept}"
         if settings.on_error == "fail":
             raise RolloutError(
                 f"An episode failed ({played.kind}), and environment.on_error=fail ends the job "
                 f"then; `drop` leaves such episodes out, `value` scores them:\n{failure}"
-                + ("" if kept is None else f"\nIts row, traceback and transcript: {kept}")
             )
-        last_line = failure.rstrip().rpartition("\n")[2]
-        self._rollout.report_failure(
+        self._rollout.say_once(
+            self._rollout.notices,
             f"{played.kind}: {last_line}",
-            f"An episode failed ({played.kind}):\n{failure}"
-            + ("" if kept is None else f"\nIts row, traceback and transcript: {kept}"),
+            f"An episode failed ({played.kind}):\n{failure}",
         )
         return settings.error_value if settings.on_error == "value" else math.nan
 
@@ -269,7 +256,8 @@ class AgentStream(SampleStream):
         another number."""
         turns = sum(branch.sampled_turns for branch in branches)
         if rewards is not None and len(rewards) != turns:
-            self._rollout.remark(
+            self._rollout.say_once(
+                self._rollout.remarks,
                 "rewards",
                 f"A program reported {len(rewards)} rewards of turns, but the model had {turns} "
                 "turns. The rewards are left out.",

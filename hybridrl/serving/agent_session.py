@@ -246,9 +246,9 @@ class SessionRegistry:
             self._open[name] = session
         return session
 
-    def close(self, name: str) -> AgentSession | None:
+    def close(self, name: str) -> None:
         with self._lock:
-            return self._open.pop(name, None)
+            self._open.pop(name, None)
 
     def find(self, part: str) -> AgentSession | None:
         """Return the open session with this name, or the one that a part of this name belongs

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridrl.serving.agent_session import SampledTurn
-from hybridrl.serving.messages import AssistantTurn, compute_prefix_keys
+from hybridrl.serving.messages import AssistantTurn, compute_conversation_key
 from hybridrl.serving.request_parsing import ChatCompletionRequest, GenerationOptions
 from hybridrl.serving.template_chat import TemplateRenderer
 
@@ -139,8 +139,7 @@ class ChatReplyBuilder(ReplyBuilder):
     def key(self, choice: SampledChoice) -> str | None:
         asked = self._asked
         messages = [*asked.conversation, choice.said.message(choice.call_ids)]
-        *_, key = compute_prefix_keys(messages, asked.functions, asked.options)
-        return key
+        return compute_conversation_key(messages, asked.functions, asked.options)
 
     def opening(self, index: int) -> JsonObject | None:
         delta = {"role": "assistant", "content": ""}

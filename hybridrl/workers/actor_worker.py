@@ -61,8 +61,7 @@ from hybridrl.workers.generation import (
     keeps_prompts_whole,
     list_continued_columns,
     list_optional_columns,
-    report_engine_counts,
-    report_samples,
+    report_generation,
     report_weights_received,
     report_weights_sent,
 )
@@ -183,9 +182,7 @@ class ActorWorker(TrainedModelWorker):
             return self._take(0, parts)
         samples = self._engine.generate(batch, sampling, seeds)
         report_weights_received(self, self._engine.cost)
-        if self.coordinates()["rollout_tp"].index == 0:
-            report_samples(self, samples)
-            report_engine_counts(self, self._engine.rollout)
+        report_generation(self, self._engine.rollout, samples)
         return samples
 
     @transfer(THREE_D_ALL_MICRO_DP, makes=GENERATED_COLUMNS, may_make=list_optional_columns)
@@ -200,9 +197,8 @@ class ActorWorker(TrainedModelWorker):
         samples, rows = self._engine.take(count if is_last else -(-count // parts), is_last)
         version, begun = self._engine.policy_version, self._begun
         samples = add_policy_version(samples, version, keeps_tokens=begun is not None)
-        if self.coordinates()["rollout_tp"].index == 0:
-            report_samples(self, samples, begun and begun.take(rows), version)
-            report_engine_counts(self, self._engine.rollout)
+        before = begun and begun.take(rows)
+        report_generation(self, self._engine.rollout, samples, before, version)
         return PartialTable(samples, self._rows[rows], self._total)  # type: ignore[return-value]
 
     @transfer(

@@ -118,7 +118,7 @@ def drawn(workers, sampling=SAMPLING):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_noise_depends_on_the_step_and_the_sample_and_on_no_rank(kind, monkeypatch):
-    monkeypatch.setattr(generator, "report_samples", lambda *_: None)
+    monkeypatch.setattr(generator, "report_generation", lambda *_: None)
     alone, two = [KINDS[kind](0, 1)], [KINDS[kind](rank, 2) for rank in range(2)]
     steps = [drawn(alone) for _ in range(3)]
     assert [drawn(two) for _ in range(3)] == steps
