@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hybridrl.batch.batch import Batch
-from hybridrl.batch.call_record import CallRecord
+from hybridrl.batch.call_record import DRIVER_ROLE, CallRecord
 from hybridrl.controller.executor import Executor, warn_about_pending_calls
 from hybridrl.controller.failures import (
     HostDeath,
@@ -245,7 +245,7 @@ class RayExecutor(Executor):
             return self._transport.send(order, body, results)
 
     def _store(self, batch: Batch, info: ShardInfo) -> ResultRefs:
-        reply = RankReply(CallRecord("driver", 0, "put"), info=info)
+        reply = RankReply(CallRecord(DRIVER_ROLE, 0, "put"), info=info)
         return ResultRefs([ray.put(serialize_reply(reply, []))], [ray.put(batch)])
 
     def fetch(self, result: CallResult, index: int) -> Batch:
