@@ -113,13 +113,14 @@ class PartialStream(SampleStream):
             for output in self._requests.interrupt():
                 self._continue(output)
         rows, self._ended = self._ended, []
-        found = [self._begun[row] for row in rows]
-        samples = build_response_batch(
-            [tokens for tokens, _, _ in found],
-            [log_probs for _, log_probs, _ in found],
-            [self._reasons[row] for row in rows],
-            kept=self._sets and [self._sets[row] for row in rows],
-        ).with_columns({"token_versions": ragged([v for _, _, v in found], np.int64)})
+        done, versions = [], []
+        for row in rows:
+            tokens, log_probs, made_by = self._begun[row]
+            kept = None if self._sets is None else self._sets[row]
+            done.append(EngineOutput(row, [], tokens, log_probs, self._reasons[row], kept=kept))
+            versions.append(made_by)
+        samples = build_response_batch(done, keeps_sets=self._sets is not None)
+        samples = samples.with_columns({"token_versions": ragged(versions, np.int64)})
         return samples, np.array(rows, dtype=np.int64) + self._first_row
 
     def _continue(self, output: EngineOutput) -> None:

@@ -176,42 +176,28 @@ def requests_of(
         yield Request(first, ids, sampling, seed, 1 + len(others))
 
 
-def finished_batch(
+def build_response_batch(
     done: Sequence[EngineOutput],
     routes_dtype: npt.DTypeLike | None = None,
     *,
     keeps_sets: bool = False,
 ) -> Batch:
-    """Return finished requests as rows; see `RolloutEngine.generate` for the columns."""
-    return build_response_batch(
-        [finished.token_ids for finished in done],
-        [finished.log_probs for finished in done],
-        [finished.finish_reason for finished in done],
-        [finished.routes for finished in done if finished.routes is not None],
-        routes_dtype,
-        [finished.kept or KeptSets() for finished in done] if keeps_sets else None,
-    )
+    """Return finished samples as rows; see `RolloutEngine.generate` for the columns.
 
-
-def build_response_batch(
-    token_ids: list[list[int]],
-    log_probs: list[list[float]],
-    finish_reasons: list[str],
-    routes: list[npt.NDArray[Any]] | None = None,
-    routes_dtype: npt.DTypeLike | None = None,
-    kept: Sequence[KeptSets] | None = None,
-) -> Batch:
-    """Return the batch that `RolloutEngine.generate` gives; with `routed_experts` if these have a
-    precision, and with `kept_sets` if there are any."""
+    Args:
+        routes_dtype: Of the column `routed_experts`; None: there is none.
+        keeps_sets: Whether there is a column `kept_sets`.
+    """
     columns: dict[str, Any] = {
-        "response_ids": ragged(token_ids, np.int64),
-        "rollout_log_probs": ragged(log_probs, np.float32),
-        "finish_reason": pa.array(finish_reasons, pa.string()),
+        "response_ids": ragged([one.token_ids for one in done], np.int64),
+        "rollout_log_probs": ragged([one.log_probs for one in done], np.float32),
+        "finish_reason": pa.array([one.finish_reason for one in done], pa.string()),
     }
-    if routes is not None and routes_dtype is not None:
+    if routes_dtype is not None:
+        routes = [one.routes for one in done if one.routes is not None]
         columns[ROUTED_EXPERTS] = ragged(routes, routes_dtype)
-    if kept is not None:
-        columns[KEPT_SETS] = ragged([sets.encode() for sets in kept], np.int32)
+    if keeps_sets:
+        columns[KEPT_SETS] = ragged([(one.kept or KeptSets()).encode() for one in done], np.int32)
     return Batch.from_columns(columns)
 
 
@@ -299,9 +285,8 @@ class RolloutEngine(RequestQueue):
         done: dict[int, EngineOutput] = {}
         while len(done) < len(batch):
             done |= {finished.key: finished for finished in self.poll()}
-        return finished_batch(
-            [done[row] for row in range(len(batch))], self.routes_dtype, keeps_sets=self.keeps_sets
-        )
+        in_order = [done[row] for row in range(len(batch))]
+        return build_response_batch(in_order, self.routes_dtype, keeps_sets=self.keeps_sets)
 
     @abstractmethod
     def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:

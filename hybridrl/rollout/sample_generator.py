@@ -26,7 +26,7 @@ from hybridrl.rollout.rollout_engine import (
     RequestQueue,
     RolloutEngine,
     SamplingSettings,
-    finished_batch,
+    build_response_batch,
     ragged,
     requests_of,
     row_seeds,
@@ -231,7 +231,7 @@ class SingleTurnStream(SampleStream):
                 self._running -= 1
                 done.append(finished)
                 versions.append(self._versions.end(finished.key, len(finished.token_ids)))
-        samples = finished_batch(
+        samples = build_response_batch(
             done, self._engine.routes_dtype, keeps_sets=self._engine.keeps_sets
         )
         rows = np.array([finished.key for finished in done], dtype=np.int64)

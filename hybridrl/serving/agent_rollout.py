@@ -152,9 +152,7 @@ class AgentStream(SampleStream):
         ended, self._ended = self._ended, {}
         prompts = [self._prompts[row] for row in ended]
         batch = build_episode_batch(
-            *(list(ended.values()), prompts),
-            branching=True,
-            keeps_sets=self._rollout.engine.keeps_sets,
+            list(ended.values()), prompts, keeps_sets=self._rollout.engine.keeps_sets
         )
         return batch, np.array(list(ended), dtype=np.int64) + self._first_row
 

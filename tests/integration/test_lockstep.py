@@ -79,7 +79,7 @@ class OneTurn(SampleStream):
             transcript.add_sampled([1], finished.token_ids, finished.log_probs)
             samples.append(EpisodeSample([transcript], [], 1.0, "stop"))
         keys = np.array([finished.key for finished in done], dtype=np.int64)
-        return build_episode_batch(samples, [], branching=False), keys
+        return build_episode_batch(samples), keys
 
 
 def play(rank):

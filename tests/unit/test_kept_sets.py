@@ -161,7 +161,7 @@ def test_each_branch_of_an_episode_has_its_own_sets():
     first.add_given([7])
     last.add_sampled([2], [6, 8], [-0.5, -0.5], kept=sets_of(TokenSet(-1, [3]), WHOLE_VOCABULARY))
     episode = EpisodeSample([first, last], [], 1.0, "stop")
-    batch = build_episode_batch([episode], [[1]], branching=True, keeps_sets=True)
+    batch = build_episode_batch([episode], [[1]], keeps_sets=True)
     both = batch.take([0, 0]).with_columns({"branch": torch.tensor([0, 1])})
     found = select_branch_tokens(both).ragged(KEPT_SETS).rows()
     assert [row.tolist() for row in found] == [[2, 0, 4, 5], [-1, 0, 3]]

@@ -249,7 +249,7 @@ def test_each_row_gets_the_tokens_of_its_branch():
             *([], 0.5, "stop"),
         ),
     ]
-    batch = build_episode_batch(samples, [[1, 2], [5], [1]], branching=True)
+    batch = build_episode_batch(samples, [[1, 2], [5], [1]])
     assert batch["branches"].tolist() == [1, 0, 3] and batch["turns"].tolist() == [2, 0, 3]
     assert [p.tolist() for p in batch["prompt_ids"].rows()] == [[1, 2], [5], [2]]
     assert batch["environment/n"][0] == 2.0 and batch["environment/n"][1:].isnan().all()
@@ -264,7 +264,7 @@ def test_each_row_gets_the_tokens_of_its_branch():
     assert column("response_mask") == [[1, 0, 1, 1], [1, 1], [1], [1, 0]]
     assert column("turn") == [[0, 0, 1, 1], [0, 0], [1], [0, 0]]
     assert len(select_branch_tokens(rows.slice(0, 0))) == 0
-    assert len(build_episode_batch([], [], branching=True)) == 0
+    assert len(build_episode_batch([], [])) == 0
 
 
 @given(st.lists(st.integers(1, 4), max_size=8), st.integers(1, 5))
