@@ -31,7 +31,7 @@ from hybridrl.rollout.sample_generator import (
     SampleStream,
 )
 from hybridrl.rollout.transcript import TokenTranscript
-from hybridrl.serving.agent_session import REPORT, AgentSession, SampledTurn
+from hybridrl.serving.agent_session import ANY, REPORT, SAMPLE, AgentSession, SampledTurn
 from hybridrl.serving.endpoint import ReplicaEndpoint
 from hybridrl.serving.failed_episodes import FailedEpisodes
 from hybridrl.serving.outside import EpisodeRunner, ExternalPrograms
@@ -122,17 +122,17 @@ class AgentStream(SampleStream):
         self._playing: dict[int, _RunningEpisode] = {}  # by the key of the play
         self._ended: dict[int, EpisodeSample] = {}  # by row, since the last `next_samples`
         self._prompts = [ids.tolist() for ids in batch.ragged("prompt_ids").rows()]
-        rows = batch.rows_for_users()
+        rows, sessions = batch.rows_for_users(), self._endpoint.sessions
         for group in _group_prompt_rows(batch, self._prompts):
             plays = []
             for row in group:
                 number = next(rollout.numbers)
-                session = self._endpoint.open_session(f"e{number}", sampling, task.seeds[row])
+                session = sessions.open(f"e{number}", sampling, task.seeds[row])
                 is_greedy, url = sampling.temperature == 0, self._endpoint.session_url(session)
-                token = self._endpoint.session_token(session)
-                if rollout.settings.name == "verifiers":  # one client for all that it plays
-                    token = self._endpoint.sampling_token()
-                report = self._endpoint.session_token(session, REPORT)
+                # verifiers has one client for all that it plays
+                plays_all = rollout.settings.name == "verifiers"
+                token = sessions.token(SAMPLE, ANY if plays_all else session.name)
+                report = sessions.token(REPORT, session.name)
                 plays.append(
                     EpisodeRequest(number, rows[row], url, token, session.name, is_greedy, report)
                 )

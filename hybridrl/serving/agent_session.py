@@ -257,7 +257,8 @@ class SessionRegistry:
             return self._open.get(part.partition(".")[0])
 
     def token(self, scope: str, session: str) -> str:
-        """Return the token of a scope in a session. It is recomputed, not kept, so that it is
+        """Return the token of a scope in a session, or in `ANY`, for a program that plays many
+        episodes and names them by `X-Session-ID`. It is recomputed, not kept, so that it is
         recognised when the session is over."""
         head = f"{scope}-{session}"
         return f"{head}-{hmac.digest(self._key, head.encode(), 'sha256').hex()}"

@@ -223,7 +223,7 @@ def test_a_failure_can_have_a_value_or_end_the_job(http, closing):
     closing(strict)
     with pytest.raises(RolloutError, match="the tool is broken"):
         strict.generate(rows(2), TRAINED, 0)
-    assert not strict.endpoint._sessions._open
+    assert not strict.endpoint.sessions._open
 
 
 def test_what_a_program_reports_goes_before_what_was_returned(http, closing):
