@@ -135,22 +135,21 @@ class HangReport:
     def _waiting(self, for_whom: str) -> str:
         """Describe which ranks wait for others, in which operation and for how long."""
         missing = self.missing()
-        ranks: dict[tuple[str, str], list[int]] = {}
-        seconds: dict[tuple[str, str], float] = {}
+        groups: dict[tuple[str, str], list[tuple[int, float | None]]] = {}
         for host, (call, rank) in self.pending.items():
             snapshot = self.snapshots[host]
             if host in missing or snapshot is None or not self._waits(host):
                 continue
             group = call.role, f"{_format_operation(snapshot)}{_format_phase(snapshot)}"
-            ranks.setdefault(group, []).append(rank)
-            if snapshot.waiting is not None:
-                seconds[group] = max(seconds.get(group, 0.0), snapshot.waiting.seconds)
+            waited = None if snapshot.waiting is None else snapshot.waiting.seconds
+            groups.setdefault(group, []).append((rank, waited))
         parts = []
-        for (role, what), found in ranks.items():
-            waited = seconds.get((role, what))
-            since = "" if waited is None else f", for {format_seconds(waited)}"
+        for (role, what), found in groups.items():
+            seconds = [waited for _, waited in found if waited is not None]
+            since = f", for {format_seconds(max(seconds))}" if seconds else ""
             verb = "waits" if len(found) == 1 else "wait"
-            parts.append(f"{role} {format_ranks(found)} {verb} {for_whom}in {what}{since}")
+            ranks = format_ranks(rank for rank, _ in found)
+            parts.append(f"{role} {ranks} {verb} {for_whom}in {what}{since}")
         return f"{'; '.join(parts)}." if parts else ""
 
     def _stack(self, host: int) -> str:

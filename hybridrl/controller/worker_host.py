@@ -38,6 +38,7 @@ from hybridrl.controller.group_call import (
     ShardInfo,
     UpstreamError,
     WorkerFailure,
+    build_row_count_error,
     count_tokens,
 )
 from hybridrl.controller.host_health import HostSnapshot, HostStatus, capture_snapshot
@@ -166,11 +167,8 @@ class WorkerHost:
                 first = argument
                 rows = argument.rows_of(part) if transfer.rows is None else transfer.rows(worker)
             elif argument.node.num_rows() != first.node.num_rows():
-                raise DataError(
-                    f"`{record.role}.{record.method}` was given batches of "
-                    f"{first.node.num_rows()} and {argument.node.num_rows()} rows. The rows of a "
-                    "call's batches go together, one by one, so all need as many."
-                )
+                counts = first.node.num_rows(), argument.node.num_rows()
+                raise build_row_count_error(f"{record.role}.{record.method}", counts)
             return argument.read(part, rows)[0]
 
         with self._inputs():

@@ -201,11 +201,10 @@ class RayExecutor(Executor):
             DeviceSlot(kind, one.address, self.nodes[:index].count(one.node), one.model)
             for index, one in enumerate(self._identities)
         ]
-        accelerators = [one for one in self._identities if one.model]
-        memory = {
-            name: min(one.memory for one in accelerators if one.model == name)
-            for name in {one.model for one in accelerators}
-        }
+        memory: dict[str, float] = {}  # the least of each model of GPU
+        for one in self._identities:
+            if one.model:
+                memory[one.model] = min(one.memory, memory.get(one.model, math.inf))
         self.cluster = ClusterSpec(devices, {name: DeviceSpec(m) for name, m in memory.items()})
 
     def _open_gpus(self, limit: float) -> None:

@@ -121,8 +121,7 @@ class ActorWorker(TrainedModelWorker):
         self._updates = updates
         self._temperature = temperature
         self._step_is_over = False
-        self._verify = rollout.verify_weights
-        self._refresh = rollout.weight_sync_refresh
+        self._rollout = rollout
         self._seeds = SampleSeeds(source.seed)
         share = rollout.parallel.ranks if generates else 1
         mesh = RankMesh({"rollout_dp": context.world_size // share, "rollout_tp": share})
@@ -331,11 +330,11 @@ class ActorWorker(TrainedModelWorker):
             dtype,
             train.device,
             train,
-            verify=self._verify,
+            verify=self._rollout.verify_weights,
             adapters=self._source.adapters is not None,
             parcels=parcels,
             method=weight_sync,
-            refresh=self._refresh,
+            refresh=self._rollout.weight_sync_refresh,
         )
 
     @transfer(ONE_TO_ALL)
