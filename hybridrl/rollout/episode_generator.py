@@ -185,11 +185,7 @@ class EpisodeStream(SampleStream):
         """The model has ended a turn: the environment answers, unless the turn was cut short."""
         self._generating -= 1
         sample = self._samples[finished.key]
-        versions = self._versions.end(finished.key, len(finished.token_ids))
-        sample.transcript.add_sampled(
-            *(finished.prompt_ids, finished.token_ids, finished.log_probs, versions),
-            kept=finished.kept,
-        )
+        sample.transcript.add_sampled(self._versions.end(finished))
         sample.rewards.append(0.0)
         if finished.finish_reason == "length":
             self._end(finished.key, "length")

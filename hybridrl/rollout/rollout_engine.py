@@ -93,7 +93,8 @@ class Request(NamedTuple):
 
 class EngineOutput(NamedTuple):
     """The output for one sample of a request: its tokens, log-probabilities and finish reason.
-    `routes` and `kept` sets if they are wanted."""
+    `routes` and `kept` sets if they are wanted, and the policy `versions` of the tokens where a
+    `SampleStream` gives it."""
 
     key: int
     prompt_ids: list[int]
@@ -102,6 +103,7 @@ class EngineOutput(NamedTuple):
     finish_reason: str
     routes: npt.NDArray[Any] | None = None
     kept: KeptSets | None = None
+    versions: Sequence[int] = ()
 
 
 class RequestQueue(ABC):

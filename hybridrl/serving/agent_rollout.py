@@ -31,7 +31,7 @@ from hybridrl.rollout.sample_generator import (
     SampleStream,
 )
 from hybridrl.rollout.transcript import TokenTranscript
-from hybridrl.serving.agent_session import ANY, REPORT, SAMPLE, AgentSession, SampledTurn
+from hybridrl.serving.agent_session import ANY, REPORT, SAMPLE, AgentSession
 from hybridrl.serving.endpoint import ReplicaEndpoint
 from hybridrl.serving.failed_episodes import FailedEpisodes
 from hybridrl.serving.outside import EpisodeRunner, ExternalPrograms
@@ -186,12 +186,7 @@ class AgentStream(SampleStream):
     def _poll(self) -> None:
         finished = [one for one in self._requests.poll() if one.key in self._running]
         self._running.difference_update(one.key for one in finished)
-        turns = {}
-        for one in finished:
-            versions = self._versions.end(one.key, len(one.token_ids))
-            sampled = (one.prompt_ids, one.token_ids, one.log_probs)
-            turns[one.key] = SampledTurn(*sampled, versions, one.finish_reason, one.kept)
-        self._exchange.answer(turns)
+        self._exchange.answer({one.key: self._versions.end(one) for one in finished})
         if self._exchange.streams:
             self._exchange.grow(self._requests.partial())
 

@@ -200,12 +200,12 @@ def test_an_engine_that_tokenizes_again_is_refused(play):
 
 def test_a_transcript_accepts_only_its_own_tokens():
     transcript = TokenTranscript([5, 6])
-    transcript.add_sampled([5, 6], [7, 8], [-1.0, -2.0])
+    transcript.add_sampled(EngineOutput(0, [5, 6], [7, 8], [-1.0, -2.0], "stop"))
     transcript.add_given([9])
     for wrong in ([5, 6, 7, 8], [5, 6, 78, 9], [5, 6, 7, 8, 9, 9]):
         with pytest.raises(RolloutError, match=r"differ from token [245] on"):
-            transcript.add_sampled(wrong, [1], [-1.0])
-    transcript.add_sampled([5, 6, 7, 8, 9], [1], [-1.0])
+            transcript.add_sampled(EngineOutput(0, wrong, [1], [-1.0], "stop"))
+    transcript.add_sampled(EngineOutput(0, [5, 6, 7, 8, 9], [1], [-1.0], "stop"))
     assert transcript.response_ids == [7, 8, 9, 1] and transcript.mask == [1, 1, 0, 1]
 
 

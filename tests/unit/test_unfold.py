@@ -17,7 +17,7 @@ from hybridrl.batch.row_balancing import split_by_runs
 from hybridrl.config.schema import AlgorithmConfig
 from hybridrl.errors import DataError
 from hybridrl.rollout.episode_batch import EpisodeSample, build_episode_batch
-from hybridrl.rollout.rollout_engine import ragged
+from hybridrl.rollout.rollout_engine import EngineOutput, ragged
 from hybridrl.rollout.transcript import TokenTranscript
 from hybridrl.trainers.episode_branches import select_branch_tokens
 from hybridrl.trainers.update_columns import (
@@ -235,7 +235,8 @@ def transcript(prompt, *turns, first=0):
         if number % 2:
             found.add_given(tokens)
         else:
-            found.add_sampled(found.token_ids, tokens, [-0.5] * len(tokens), None, first)
+            output = EngineOutput(0, found.token_ids, tokens, [-0.5] * len(tokens), "stop")
+            found.add_sampled(output, first)
             first += 1
     return found
 
