@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from hybridrl.batch.batch import Batch
@@ -34,8 +33,7 @@ class ResultRefs(NamedTuple):
     hosts: Sequence[int] = ()
 
 
-@dataclass
-class HostLocality:
+class HostLocality(NamedTuple):
     """The node of each host, to decide what has to travel between nodes.
 
     Attributes:
@@ -46,10 +44,6 @@ class HostLocality:
     actors: Sequence[Any] = ()
     nodes: Sequence[str] = ()
     here: str = ""
-    _beside: int = field(default=1, repr=False)
-
-    def __post_init__(self) -> None:
-        self._beside = max(1, sum(node == self.here for node in self.nodes))
 
     def asks(self, host: int, wanted: float, whole: float) -> bool:
         """Return whether to request only the needed bytes of a shard from its host: it is on
@@ -57,7 +51,7 @@ class HostLocality:
         its hosts."""
         if not self.nodes or self.nodes[host] == self.here:
             return False
-        return wanted * self._beside < whole
+        return wanted * max(1, self.nodes.count(self.here)) < whole
 
 
 def get_borrowed(references: Sequence[Any]) -> list[Any]:
