@@ -10,7 +10,6 @@ the kernel has taken keeps its addresses, which CUDA graphs hold.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -186,9 +185,11 @@ class QuantizedLinearMethod(UnquantizedLinearMethod):
     def rows(self, outputs: int, inputs: int) -> Rows:
         """Read the kernel's weight ``[outputs, inputs]`` back, as numbers and scales."""
         device = torch.device(current_platform.device_type)
-        multiply = partial(self._kernel.apply_weights, self._taken, bias=None)
+        found = read_linear_weight(
+            lambda x: self._kernel.apply_weights(self._taken, x, None), inputs, self._dtype, device
+        )
         scales = self._taken.weight_scale.data[:outputs]
-        values = read_linear_weight(multiply, inputs, self._dtype, device).float() / scales
+        values = found.float() / scales
         return Rows((values.round() if self.kind == INT8 else values).to(TYPES[self.kind]), scales)
 
 

@@ -194,7 +194,7 @@ def list_engine_tensors(model: nn.Module, tensor: str) -> Iterator[EngineTensor]
             packed = _unpacked(module, tensors, tensor, model)
             yield EngineTensor(f"{tensor}, packed for its kernel,", packed)
         if hasattr(module, "cpu_linear") and tensors.get("weight") == tensor:
-            multiply = partial(module.quant_method.apply, module, bias=None)
+            multiply = partial(module.quant_method.apply, module)
             packed = read_linear_weight(multiply, raw.shape[1], raw.dtype, live.device)
             yield EngineTensor(f"{tensor}, packed in a {type(module).__name__},", packed)
         plain = getattr(module, "_cpu_unpacked_conv_weight", None)
