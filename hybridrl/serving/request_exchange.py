@@ -11,6 +11,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from hybridrl.errors import HybridRLError
 from hybridrl.rollout.rollout_engine import EngineOutput, Request, SamplingSettings
@@ -172,9 +173,12 @@ class RequestExchange:
         until = time.monotonic() + longest_s
         with self._changed:
             while (count := len(self._new)) < wanted and (left := until - time.monotonic()) > 0:
-                pause = min(quiet_s, left)
-                if not self._changed.wait_for(lambda n=count: len(self._new) > n, pause):
+                has_more = partial(self._has_more_than, count)
+                if not self._changed.wait_for(has_more, min(quiet_s, left)):
                     return
+
+    def _has_more_than(self, count: int) -> bool:
+        return len(self._new) > count
 
     def wake(self) -> None:
         """End a `wait` in another thread."""
