@@ -13,6 +13,7 @@ from hybridrl.batch.batch import TEACHER_CHUNKS, TEACHER_IDS, TEACHER_LOG_PROBS,
 from hybridrl.batch.kept_sets import KEPT_SETS
 from hybridrl.config.schema import ActorConfig, CacheConfig
 from hybridrl.controller import ONE_TO_ALL, THREE_D, WorkerContext, transfer
+from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.workers.generation import SAMPLE_COLUMNS
 from hybridrl.workers.log_prob_cache import LogProbCache
 from hybridrl.workers.model_worker import ModelWorker
@@ -38,6 +39,8 @@ class ReferenceWorker(ModelWorker):
         alignment: `bytes`: it has a tokenizer of its own (`distillation.alignment`).
         system_prompt: Of the student's chats, which such a model reads in its own template.
     """
+
+    model_engine: TrainEngine
 
     def __init__(
         self,
