@@ -20,10 +20,11 @@ from pathlib import Path
 from figures import report
 from rich.console import Console
 
+from hybridrl.batch.call_record import DRIVER_ROLE
 from hybridrl.console.line_console import LineConsole
 from hybridrl.job.config_resolution import load_config
 from hybridrl.job.job import Job
-from hybridrl.planner.what_if.recorded_graph import DRIVER_ROLE, OTHER_PHASE
+from hybridrl.planner.what_if.recorded_graph import OTHER_PHASE
 from hybridrl.report.device_spans import IDLE, read_device_spans
 from hybridrl.run.loop import RunLoop
 from hybridrl.run.step_runner import StepRunner

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from hybridrl.data.character_tokenizer import PRINTABLE_CHARACTERS
 from hybridrl.environments.episode_request import EpisodeResult
 from hybridrl.rollout.rollout_engine import EngineOutput, RolloutEngine, SamplingSettings
-from hybridrl.serving.agent_session import SampledTurn
 from hybridrl.serving.endpoint import ReplicaEndpoint
 from hybridrl.serving.routes import ServedModel
 from hybridrl.serving.template_chat import TemplateRenderer
@@ -230,9 +229,7 @@ class ThreadPrograms:
 
 
 def sampled_turn(done):
-    versions = [3] * len(done.token_ids)
-    sampled = (done.prompt_ids, done.token_ids, done.log_probs)
-    return SampledTurn(*sampled, versions, done.finish_reason)
+    return done._replace(versions=[3] * len(done.token_ids))
 
 
 class Pump:

@@ -14,6 +14,8 @@ from hybridrl.errors import ConfigError
 IN_WEIGHT, IN_COLUMN, IN_LOSS, IN_GRADIENT = range(4)
 """Where a number that is not finite may be: in a weight, in a column of a batch, in its loss, in
 the gradient of a weight."""
+DRIVER_ROLE = "driver"
+"""In place of a role: what the driver does itself, and functions that it applies."""
 
 
 class NonFiniteValue(NamedTuple):

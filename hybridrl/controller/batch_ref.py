@@ -213,8 +213,8 @@ class BatchRef:
         self._connected()
         columns = columns if columns is None else _parse_column_names("collect", columns)
         ref = self if columns is None else replace(self.select(*columns), partial=partial)
-        if ref.selected is not None and not partial:
-            ref = ref.for_reading(RequestedColumns(ref.selected), "`collect`")
+        if not partial:
+            ref = ref.for_reading(None, "`collect`")
         elif ref.selected is not None:
             ref = replace(ref, node=ref.node.needed(RequestedColumns(ref.selected)) or ref.node)
         return ref.read(PartitionSelection(0, 1))[0]
@@ -232,9 +232,9 @@ class BatchRef:
             DataError: if a wanted column is certain not to be there; `reader` says who wants it.
         """
         if wanted is None:
-            wanted = None if self.selected is None else RequestedColumns(self.selected)
-        if wanted is None:
-            return self
+            if self.selected is None:
+                return self
+            wanted = RequestedColumns(self.selected)
         known = self.columns
         for name in sorted(wanted.names):
             if not known.may_have(name):

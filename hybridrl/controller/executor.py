@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from hybridrl.batch.batch import Batch
-from hybridrl.batch.call_record import CallRecord
+from hybridrl.batch.call_record import DRIVER_ROLE, CallRecord
 from hybridrl.controller.batch_ref import BatchRef, get_callable_name
 from hybridrl.controller.group_call import (
     UNKNOWN,
@@ -137,7 +137,7 @@ class Executor(ABC):
             case InvokeRequest(role, method):
                 pass
             case ApplyRequest(function):
-                role, method = "driver", get_callable_name(function)
+                role, method = DRIVER_ROLE, get_callable_name(function)
         self._made += 1
         call = GroupCall(
             self._made, role, method, hosts, parts, self.step, _find_input_calls(request)
@@ -242,17 +242,14 @@ class Executor(ABC):
 
 def _find_input_calls(request: CallRequest) -> tuple[int, ...]:
     """Return the numbers of the calls whose results a request reads."""
+    given: list[Any] = []
     match request:
         case InvokeRequest():
             given = [*request.arguments, *request.keywords.values()]
-            tables = [each.node for each in given if isinstance(each, BatchRef)]
         case ApplyRequest():
-            tables = [request.table.node]
-        case _:
-            return ()
-    results = [shards for table in tables for shards in table.shards()]
-    calls = [result.call for result in results if isinstance(result, CallResult)]
-    return tuple(sorted({call.number for call in calls if call is not None}))
+            given = [request.table]
+    calls = (each.calls for each in given if isinstance(each, BatchRef))
+    return tuple(sorted(frozenset[int]().union(*calls)))
 
 
 def warn_about_pending_calls(pending: Mapping[int, GroupCall]) -> None:

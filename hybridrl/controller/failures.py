@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +16,8 @@ LOG_TAIL_LINES = 15
 
 class HostIdentity(NamedTuple):
     """The location of a host: node address, process id, Ray's node id, and the name (as in
-    CUDA_VISIBLE_DEVICES), the model and the memory (bytes) of its GPU, if it has one."""
+    CUDA_VISIBLE_DEVICES), the model and the memory (bytes) of its GPU, if it has one. As text it is
+    the process and its node."""
 
     address: str
     pid: int
@@ -24,6 +25,9 @@ class HostIdentity(NamedTuple):
     gpu: str = ""
     model: str = ""
     memory: float = 0.0
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.address}"
 
 
 @dataclass(frozen=True)
@@ -80,14 +84,11 @@ def _build_lost_node_error(death: HostDeath, hosts: HostRegistry) -> LostError:
     """Build the error for a node that no longer responds."""
     node = hosts.identities[death.host].node
     there = [host for host, identity in enumerate(hosts.identities) if identity.node == node]
-    ranks: dict[str, list[str]] = {}
+    ranks: dict[str, list[int]] = {}
     for host in there:
         for role, rank in hosts.roles.get(host, {}).items():
-            ranks.setdefault(role, []).append(str(rank))
-    lived = ", ".join(
-        f"{role} rank{'s' if len(numbers) > 1 else ''} {' '.join(numbers)}"
-        for role, numbers in ranks.items()
-    )
+            ranks.setdefault(role, []).append(rank)
+    lived = ", ".join(f"{role} {format_ranks(numbers)}" for role, numbers in ranks.items())
     left = len(hosts.identities) - len(there)
     without = f", or go on without it (num_devices={left})," if left else ""
     return LostError(
@@ -98,14 +99,11 @@ def _build_lost_node_error(death: HostDeath, hosts: HostRegistry) -> LostError:
 
 
 def _build_host_death_error(death: HostDeath, hosts: HostRegistry) -> LostError:
-    identity, role, rank = hosts.identities[death.host], death.call.role, death.rank
-    sentence = (
-        f"{role} rank {rank} (process {identity.pid} on {identity.address}) died during "
-        f"{death.call.name}."
-    )
+    role, rank, call = death.call.role, death.rank, death.call.name
+    sentence = f"{role} rank {rank} ({hosts.identities[death.host]}) died during {call}."
     memory = format_out_of_memory(death.text)
     if_again = memory and (
-        f"Memory ran out in {death.call.name} the time before, too: it needs more than there is, "
+        f"Memory ran out in {call} the time before, too: it needs more than there is, "
         "and to go on would not help."
     )
     sentence += memory or (
@@ -118,6 +116,12 @@ def _build_host_death_error(death: HostDeath, hosts: HostRegistry) -> LostError:
     lines = log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:] if log.exists() else []
     tail = "\n".join(f"  {line}" for line in lines) or "  (empty)"
     return LostError(f"{sentence}\nThe last lines of {log}:\n{tail}", if_again)
+
+
+def format_ranks(numbers: Iterable[int]) -> str:
+    """Return these ranks in words: `rank 1`, or `ranks 0 2`."""
+    found = sorted(numbers)
+    return f"rank{'s' if len(found) > 1 else ''} {' '.join(map(str, found))}"
 
 
 def format_out_of_memory(text: str) -> str:

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from hybridrl.batch.batch import Batch
 from hybridrl.batch.call_record import CallRecord
-from hybridrl.errors import WorkerError
+from hybridrl.errors import DataError, WorkerError
 
 if TYPE_CHECKING:
     from hybridrl.controller.batch_ref import BatchRef
@@ -134,6 +134,14 @@ class ShardInfo:
             s for name, s in zip(self.schema.names, self.sizes, strict=True) if name in wanted
         )
         return size * rows / max(1, len(self.rows))
+
+
+def build_row_count_error(method: str, counts: Iterable[int]) -> DataError:
+    """Build the error of a call that was given batches of these numbers of rows."""
+    return DataError(
+        f"`{method}` was given batches of {' and '.join(map(str, counts))} rows. The rows of a "
+        "call's batches go together, one by one, so all need as many."
+    )
 
 
 def count_tokens(batch: Batch) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from hybridrl.controller.failures import HostIdentity, HostRegistry
+from hybridrl.controller.failures import HostIdentity, HostRegistry, format_ranks
 from hybridrl.controller.group_call import GroupCall
 from hybridrl.controller.host_health import HostSnapshot
 from hybridrl.errors import CallTimeoutError
@@ -88,7 +88,7 @@ class HangReport:
         for host in hosts:
             call, rank = self.pending[host]
             ranks.setdefault(call.name, []).append(rank)
-        return ", ".join(f"{name} on {_format_ranks(found)}" for name, found in ranks.items())
+        return ", ".join(f"{name} on {format_ranks(found)}" for name, found in ranks.items())
 
     def _causes(self) -> Iterator[str]:
         """Yield sentences on the missing ranks and on the ranks that wait."""
@@ -103,7 +103,6 @@ class HangReport:
                 yield "All of them are in it: look at the network between their nodes."
 
     def _name(self, host: int) -> str:
-        identity = self.hosts.identities[host]
         snapshot = self.snapshots[host]
         if host in self.pending:
             call, rank = self.pending[host]
@@ -113,7 +112,7 @@ class HangReport:
         else:
             lived = self.hosts.roles.get(host, {}).items()
             who = ", ".join(f"{role} rank {rank}" for role, rank in lived) or f"host {host}"
-        return f"{who} (process {identity.pid} on {identity.address})"
+        return f"{who} ({self.hosts.identities[host]})"
 
     def _does(self, host: int) -> str:
         """Describe what a missing rank does instead of joining the operation that the others wait
@@ -136,27 +135,26 @@ class HangReport:
     def _waiting(self, for_whom: str) -> str:
         """Describe which ranks wait for others, in which operation and for how long."""
         missing = self.missing()
-        ranks: dict[tuple[str, str], list[int]] = {}
-        seconds: dict[tuple[str, str], float] = {}
+        groups: dict[tuple[str, str], list[tuple[int, float | None]]] = {}
         for host, (call, rank) in self.pending.items():
             snapshot = self.snapshots[host]
             if host in missing or snapshot is None or not self._waits(host):
                 continue
             group = call.role, f"{_format_operation(snapshot)}{_format_phase(snapshot)}"
-            ranks.setdefault(group, []).append(rank)
-            if snapshot.waiting is not None:
-                seconds[group] = max(seconds.get(group, 0.0), snapshot.waiting.seconds)
+            waited = None if snapshot.waiting is None else snapshot.waiting.seconds
+            groups.setdefault(group, []).append((rank, waited))
         parts = []
-        for (role, what), found in ranks.items():
-            waited = seconds.get((role, what))
-            since = "" if waited is None else f", for {format_seconds(waited)}"
+        for (role, what), found in groups.items():
+            seconds = [waited for _, waited in found if waited is not None]
+            since = f", for {format_seconds(max(seconds))}" if seconds else ""
             verb = "waits" if len(found) == 1 else "wait"
-            parts.append(f"{role} {_format_ranks(found)} {verb} {for_whom}in {what}{since}")
+            ranks = format_ranks(rank for rank, _ in found)
+            parts.append(f"{role} {ranks} {verb} {for_whom}in {what}{since}")
         return f"{'; '.join(parts)}." if parts else ""
 
     def _stack(self, host: int) -> str:
-        identity, snapshot = self.hosts.identities[host], self.snapshots[host]
-        head = f"--- host {host} (process {identity.pid} on {identity.address}) ---\n"
+        snapshot = self.snapshots[host]
+        head = f"--- host {host} ({self.hosts.identities[host]}) ---\n"
         return head + ("did not answer" if snapshot is None else snapshot.stacks)
 
     def _waits(self, host: int) -> bool:
@@ -194,10 +192,9 @@ def format_silent_host(call: GroupCall, rank: int, identity: HostIdentity, secon
     """Format the notice of a host that does not answer although it has a call to run; it precedes
     the error."""
     return (
-        f"{call.role} rank {rank} (process {identity.pid} on {identity.address}) has not answered "
-        f"for {seconds:g} s (controller.heartbeat_s), with {call.name} to do: it was stopped, is "
-        "blocked in native code, or cannot be reached. The job goes on waiting, until "
-        "controller.timeout_s."
+        f"{call.role} rank {rank} ({identity}) has not answered for {seconds:g} s "
+        f"(controller.heartbeat_s), with {call.name} to do: it was stopped, is blocked in native "
+        "code, or cannot be reached. The job goes on waiting, until controller.timeout_s."
     )
 
 
@@ -212,8 +209,3 @@ def _format_operation(snapshot: HostSnapshot) -> str:
 
 def _format_phase(snapshot: HostSnapshot) -> str:
     return f", phase {snapshot.status.phase}" if snapshot.status.phase else ""
-
-
-def _format_ranks(numbers: Iterable[int]) -> str:
-    found = sorted(numbers)
-    return f"rank{'s' if len(found) > 1 else ''} {' '.join(map(str, found))}"

@@ -17,6 +17,7 @@ from hybridrl.controller.group_call import (
     GroupCall,
     InvokeRequest,
     RankAssignment,
+    build_row_count_error,
 )
 from hybridrl.controller.table_expression import ResultTable
 from hybridrl.controller.transfer_protocol import (
@@ -192,11 +193,7 @@ class WorkerGroup:
         counts = (batch.node.known_rows for batch in batches if batch.only is None)
         known = {count for count in counts if count is not None}
         if len(known) > 1:
-            listed = " and ".join(map(str, sorted(known)))
-            raise DataError(
-                f"`{self.role}.{method}` was given batches of {listed} rows. The rows of a call's "
-                "batches go together, one by one, so all need as many."
-            )
+            raise build_row_count_error(f"{self.role}.{method}", sorted(known))
         return known.pop() if known else None
 
 

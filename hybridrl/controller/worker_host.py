@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from hybridrl.batch.batch import Batch
-from hybridrl.batch.call_record import CallRecord
+from hybridrl.batch.call_record import DRIVER_ROLE, CallRecord
 from hybridrl.controller.batch_ref import BatchRef, get_callable_name
 from hybridrl.controller.fault_injection import FaultInjector
 from hybridrl.controller.group_call import (
@@ -38,6 +38,7 @@ from hybridrl.controller.group_call import (
     ShardInfo,
     UpstreamError,
     WorkerFailure,
+    build_row_count_error,
     count_tokens,
 )
 from hybridrl.controller.host_health import HostSnapshot, HostStatus, capture_snapshot
@@ -90,6 +91,15 @@ class WorkerHost:
         self._listeners[role] = listener = socket.create_server((address, 0))
         return Rendezvous(address, listener.getsockname()[1])
 
+    def make_record(self, role: str, part: Any, method: str) -> CallRecord:
+        """Return a record of this host's part of a group call, with its rank in the role; of a
+        function that is applied, with the number of the part."""
+        if isinstance(part, WorkerContext):
+            return CallRecord(role, part.rank, method)
+        if (worker := self._workers.get(role)) is not None:
+            return CallRecord(role, worker.context.rank, method)
+        return CallRecord(role, part.index if role == DRIVER_ROLE else -1, method)
+
     @contextmanager
     def receiving(self, record: CallRecord) -> Iterator[None]:
         """Mark the host as working while a request is read, which may import modules."""
@@ -105,14 +115,13 @@ class WorkerHost:
         match request:
             case BuildRequest(role):
                 self._open_output(part)
-                record = CallRecord(role, part.rank, "__init__")
+                record = self.make_record(role, part, "__init__")
                 return self._recorded(record, lambda: self._build(request, part, record))
             case InvokeRequest(role, method):
-                worker = self._workers.get(role)
-                record = CallRecord(role, -1 if worker is None else worker.context.rank, method)
+                record = self.make_record(role, part, method)
                 return self._recorded(record, lambda: self._invoke(request, part, record))
             case ApplyRequest(function):
-                record = CallRecord("driver", part.index, get_callable_name(function))
+                record = self.make_record(DRIVER_ROLE, part, get_callable_name(function))
                 return self._recorded(record, lambda: self._apply(request, part))
 
     def _build(
@@ -158,11 +167,8 @@ class WorkerHost:
                 first = argument
                 rows = argument.rows_of(part) if transfer.rows is None else transfer.rows(worker)
             elif argument.node.num_rows() != first.node.num_rows():
-                raise DataError(
-                    f"`{record.role}.{record.method}` was given batches of "
-                    f"{first.node.num_rows()} and {argument.node.num_rows()} rows. The rows of a "
-                    "call's batches go together, one by one, so all need as many."
-                )
+                counts = first.node.num_rows(), argument.node.num_rows()
+                raise build_row_count_error(f"{record.role}.{record.method}", counts)
             return argument.read(part, rows)[0]
 
         with self._inputs():

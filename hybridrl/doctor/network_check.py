@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import wait
 from pathlib import Path
 
 from hybridrl.doctor.finding import DoctorFinding, report_note, report_ok, report_problem
+from hybridrl.system.daemon_threads import DaemonThreads
 
 LOOPBACK_ADDRESS = "127.0.0.1"
 _RESOLVE_TIMEOUT_S = 3.0
@@ -50,24 +51,15 @@ def check_loopback() -> DoctorFinding:
 def check_host_name() -> DoctorFinding:
     """Check that the host name resolves to an address of this machine."""
     name, cure = socket.gethostname(), "Add the name to /etc/hosts."
-    answers: list[str | OSError] = []
-
-    def ask() -> None:
-        try:
-            answers.append(socket.gethostbyname(name))
-        except OSError as error:
-            answers.append(error)
-
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(_RESOLVE_TIMEOUT_S)
-    if not answers:
+    asking = DaemonThreads().submit(socket.gethostbyname, name)
+    if not wait([asking], _RESOLVE_TIMEOUT_S).done:
         return report_note(
             "host name", f"{name} is not resolved within {_RESOLVE_TIMEOUT_S:g} s", cure
         )
-    (answer,) = answers
-    if isinstance(answer, OSError):
-        return report_note("host name", f"{name} is not resolved: {answer}", cure)
+    try:
+        answer = asking.result()
+    except OSError as error:
+        return report_note("host name", f"{name} is not resolved: {error}", cure)
     try:
         with socket.socket() as one:
             one.bind((answer, 0))

@@ -93,16 +93,16 @@ class DirectTransport(CallTransport):
         if order.method == "__init__":
             first = self._actors[order.hosts[0]]
             options["rendezvous"] = first.listen.remote(order.role)
+        how: dict[str, Any] = {"num_returns": 2} if order.returns_batch else {}
+        if order.beside:
+            how["concurrency_group"] = "beside"
         replies: list[Any] = []
         shards: list[Any] = []
         for host, part in zip(order.hosts, order.parts, strict=True):
             head = (part, order.role, order.method, order.returns_batch, order.beside)
             run = self._actors[host].run
-            returns = 2 if order.returns_batch else 1
-            if order.beside:
-                run = run.options(num_returns=returns, concurrency_group="beside")
-            elif order.returns_batch:
-                run = run.options(num_returns=2)
+            if how:
+                run = run.options(**how)
             made = run.remote(join_header(head, body), **options)
             shard, reply = made if order.returns_batch else (None, made)
             self._pending[reply] = (order.number, len(replies))

@@ -130,11 +130,12 @@ class HostSupervisor:
         if len(self._nodes) < 2:
             return {}
         by_node: dict[str, float] = {}
-        for host in range(len(self._hosts.identities)):
+        for host in self._numbers:
             if self._node(host) not in by_node:
-                by_node |= {self._node(host): a for a in self._watch.clocks_ahead([host]).values()}
-        hosts = range(len(self._hosts.identities))
-        return {host: by_node[self._node(host)] for host in hosts if self._node(host) in by_node}
+                for ahead in self._watch.clocks_ahead([host]).values():
+                    by_node[self._node(host)] = ahead
+        at = {host: self._node(host) for host in self._numbers}
+        return {host: by_node[node] for host, node in at.items() if node in by_node}
 
     def _node(self, host: int) -> str:
         return self._hosts.identities[host].node

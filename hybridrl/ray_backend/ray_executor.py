@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hybridrl.batch.batch import Batch
-from hybridrl.batch.call_record import CallRecord
+from hybridrl.batch.call_record import DRIVER_ROLE, CallRecord
 from hybridrl.controller.executor import Executor, warn_about_pending_calls
 from hybridrl.controller.failures import (
     HostDeath,
@@ -201,11 +201,10 @@ class RayExecutor(Executor):
             DeviceSlot(kind, one.address, self.nodes[:index].count(one.node), one.model)
             for index, one in enumerate(self._identities)
         ]
-        accelerators = [one for one in self._identities if one.model]
-        memory = {
-            name: min(one.memory for one in accelerators if one.model == name)
-            for name in {one.model for one in accelerators}
-        }
+        memory: dict[str, float] = {}  # the least of each model of GPU
+        for one in self._identities:
+            if one.model:
+                memory[one.model] = min(one.memory, memory.get(one.model, math.inf))
         self.cluster = ClusterSpec(devices, {name: DeviceSpec(m) for name, m in memory.items()})
 
     def _open_gpus(self, limit: float) -> None:
@@ -245,7 +244,7 @@ class RayExecutor(Executor):
             return self._transport.send(order, body, results)
 
     def _store(self, batch: Batch, info: ShardInfo) -> ResultRefs:
-        reply = RankReply(CallRecord("driver", 0, "put"), info=info)
+        reply = RankReply(CallRecord(DRIVER_ROLE, 0, "put"), info=info)
         return ResultRefs([ray.put(serialize_reply(reply, []))], [ray.put(batch)])
 
     def fetch(self, result: CallResult, index: int) -> Batch:

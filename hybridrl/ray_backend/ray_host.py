@@ -120,8 +120,9 @@ class RayHost:
         returns one. Calls that run beside others come in the group `beside`."""
         (part, role, method, returns_batch, beside), body = split_header(message)
         host = self._lane if beside else self._host
+        record = host.make_record(role, part, method)
         try:
-            with host.receiving(CallRecord(role, getattr(part, "rank", 0), method)):
+            with host.receiving(record):
                 request = deserialize_request(
                     body,
                     lambda n, columns, rows: RemoteResult(
@@ -129,7 +130,7 @@ class RayHost:
                     ),
                 )
         except Exception as error:
-            batch, reply = None, _build_unreadable_reply(role, part, method, error)
+            batch, reply = None, _build_unreadable_reply(record, error)
         else:
             if rendezvous is not None:
                 part = replace(part, rendezvous=rendezvous)
@@ -185,12 +186,12 @@ class RayHost:
         return max(statuses, key=lambda one: (one[0].is_working, one[0].seconds))[1]
 
 
-def _build_unreadable_reply(role: str, part: Any, method: str, error: Exception) -> RankReply:
-    record = CallRecord(role, getattr(part, "rank", getattr(part, "index", 0)), method)
+def _build_unreadable_reply(record: CallRecord, error: Exception) -> RankReply:
     cause = ConfigError(
-        f"The call {role}.{method} could not be read: {type(error).__name__}: {error}. A worker's "
-        "class and all that it is called with must be importable where the workers run: install "
-        "the module that defines them, or define them in the driver's own script."
+        f"The call {record.role}.{record.method} could not be read: {type(error).__name__}: "
+        f"{error}. A worker's class and all that it is called with must be importable where the "
+        "workers run: install the module that defines them, or define them in the driver's own "
+        "script."
     )
     cause.__cause__ = error
     return RankReply(record, failure=build_worker_failure(cause, record))

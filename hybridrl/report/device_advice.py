@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
+from hybridrl.batch.call_record import DRIVER_ROLE
 from hybridrl.planner.what_if.questions import WhatIfQuestion, predict_step
-from hybridrl.planner.what_if.recorded_graph import DRIVER_ROLE
 from hybridrl.report.advice import RunAdvice, make_tip, make_warning
 from hybridrl.report.device_spans import NO_MORE_WORK, WAIT_FOR_PEERS, format_cause
 from hybridrl.report.run_evidence import RunEvidence

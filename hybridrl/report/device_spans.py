@@ -15,10 +15,9 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from hybridrl.batch.call_record import CallRecord
+from hybridrl.batch.call_record import DRIVER_ROLE, CallRecord
 from hybridrl.console.phase_colors import PHASE_COLORS
 from hybridrl.planner.what_if.recorded_graph import (
-    DRIVER_ROLE,
     OTHER_PHASE,
     CallSegment,
     match_collectives,

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hybridrl.batch.turn import Episode, Turn
+from hybridrl.config.schema import RolloutConfig
 from hybridrl.errors import ConfigError
 from hybridrl.rollout import user_code_loop as tool_loop
 from hybridrl.rollout.episode_batch import EpisodeSample, build_episode_batch
@@ -69,9 +70,7 @@ class EpisodeGenerator(SampleGenerator):
     Args:
         engine: Generates the turns.
         episode: Builds what answers them, one for each sample.
-        max_turns: Most turns of the model in a sample.
-        max_turn_tokens: Longest of them; None: as long as the whole response may be.
-        tool_timeout_s: Longest time for one call of the user's code.
+        config: Limits of turns and of calls of the user's code.
     """
 
     def __init__(
@@ -79,18 +78,14 @@ class EpisodeGenerator(SampleGenerator):
         engine: RolloutEngine,
         episode: Callable[[], Episode],
         tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_turns: int,
-        max_turn_tokens: int | None,
-        tool_timeout_s: float,
+        config: RolloutConfig,
         requests: RequestQueue | None = None,
     ) -> None:
         super().__init__(engine, requests)
         self.episode = episode
         self.tokenizer = tokenizer
-        self.max_turns = max_turns
-        self.max_turn_tokens = max_turn_tokens
-        self.tools = UserCodeLoop(tool_timeout_s)
+        self.config = config
+        self.tools = UserCodeLoop(config.tool_timeout_s)
         self._logged: set[str] = set()
 
     def begin(self, task: GenerationTask) -> SampleStream:
@@ -171,7 +166,7 @@ class EpisodeStream(SampleStream):
         ]
         numbers = np.array(rows, dtype=np.int64) + self._first_row
         keeps_sets = self._generator.engine.keeps_sets
-        return build_episode_batch(samples, [], branching=False, keeps_sets=keeps_sets), numbers
+        return build_episode_batch(samples, keeps_sets=keeps_sets), numbers
 
     def close(self) -> None:
         super().close()
@@ -190,11 +185,7 @@ class EpisodeStream(SampleStream):
         """The model has ended a turn: the environment answers, unless the turn was cut short."""
         self._generating -= 1
         sample = self._samples[finished.key]
-        versions = self._versions.end(finished.key, len(finished.token_ids))
-        sample.transcript.add_sampled(
-            *(finished.prompt_ids, finished.token_ids, finished.log_probs, versions),
-            kept=finished.kept,
-        )
+        sample.transcript.add_sampled(self._versions.end(finished))
         sample.rewards.append(0.0)
         if finished.finish_reason == "length":
             self._end(finished.key, "length")
@@ -216,7 +207,7 @@ class EpisodeStream(SampleStream):
         turn: Turn = outcome.value
         if sample.rewards:  # otherwise it was the reset
             sample.rewards[-1] = float(turn.reward)
-            if turn.done or len(sample.rewards) == self._generator.max_turns:
+            if turn.done or len(sample.rewards) == self._generator.config.max_turns:
                 self._end(key, "stop" if turn.done else "max_turns")
                 return
         given = self._token_ids(turn)
@@ -229,7 +220,7 @@ class EpisodeStream(SampleStream):
     def _generate(self, key: int) -> None:
         transcript, turn = self._samples[key].transcript, len(self._samples[key].rewards)
         left = self._sampling.max_tokens - len(transcript)
-        limit = min(left, self._generator.max_turn_tokens or left)
+        limit = min(left, self._generator.config.max_turn_tokens or left)
         least = min(limit, max(0, self._sampling.min_tokens - transcript.sampled))
         sampling = replace(self._sampling, max_tokens=limit, min_tokens=least)
         seed = hash((self._seeds[key], turn)) % 2**63

@@ -104,9 +104,8 @@ class LockstepFollower(SampleGenerator):
         self, batch: Batch, sampling: SamplingSettings, seed: int | Sequence[int]
     ) -> Batch:
         super().generate(batch, sampling, seed)
-        return build_episode_batch(
-            [EMPTY_EPISODE] * len(batch), [], branching=False, keeps_sets=self.engine.keeps_sets
-        )
+        empty = [EMPTY_EPISODE] * len(batch)
+        return build_episode_batch(empty, keeps_sets=self.engine.keeps_sets)
 
 
 class FollowerStream(SampleStream):
@@ -122,7 +121,7 @@ class FollowerStream(SampleStream):
                 refresh()  # type: ignore[misc]
             else:
                 said.run(self._engine)
-        empty = build_episode_batch([], [], branching=False, keeps_sets=self._engine.keeps_sets)
+        empty = build_episode_batch([], keeps_sets=self._engine.keeps_sets)
         return empty, np.zeros(0, np.int64)
 
 

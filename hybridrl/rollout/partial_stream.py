@@ -7,7 +7,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from hybridrl.batch.begun_responses import UNFINISHED
 from hybridrl.batch.kept_sets import KEPT_SETS, decode_kept_sets
@@ -78,25 +77,29 @@ class PartialStream(SampleStream):
         task, self._first_row = task.block()
         batch, sampling = task.batch, task.sampling
         assert sampling.partial is not None
+        self._keeps_sets = engine.keeps_sets
         names = ("response_ids", "rollout_log_probs", "token_versions")
         begun = [[row.tolist() for row in batch.ragged(name).rows()] for name in names]
-        self._begun = list(zip(*begun, strict=True))
-        self._sets = None
+        self._made: list[EngineOutput] = []  # of each row, so far
+        for row, (*made, reason) in enumerate(zip(*begun, batch["finish_reason"], strict=True)):
+            tokens, log_probs, versions = made
+            # A run that is resumed with other settings may have a lower limit than it began with.
+            is_over = reason == UNFINISHED and len(tokens) >= sampling.max_tokens
+            output = EngineOutput(row, [], tokens, log_probs, "length" if is_over else reason)
+            self._made.append(output._replace(versions=versions))
         if engine.keeps_sets:
-            rows = zip(batch.ragged(KEPT_SETS).rows(), self._begun, strict=True)
-            self._sets = [next(decode_kept_sets(s, [len(begun[0])])) for s, begun in rows]
-        # A run that is resumed with other settings may have a lower limit than they began with.
-        self._reasons = [
-            "length" if reason == UNFINISHED and len(tokens) >= sampling.max_tokens else reason
-            for reason, (tokens, _, _) in zip(batch["finish_reason"], self._begun, strict=True)
-        ]
+            rows = zip(self._made, batch.ragged(KEPT_SETS).rows(), strict=True)
+            self._made = [
+                one._replace(kept=next(decode_kept_sets(sets, [len(one.token_ids)])))
+                for one, sets in rows
+            ]
         carried = batch["carried"].tolist()
-        left = [row for row, reason in enumerate(self._reasons) if reason == UNFINISHED]
+        left = [one.key for one in self._made if one.finish_reason == UNFINISHED]
         self._quota = PromptQuota(batch["group_id"].tolist(), left, carried, sampling.partial)
         self._ended = sorted(set(range(len(batch))).difference(left))  # since the last call
         prompts = batch.ragged("prompt_ids").rows()
         for row in sorted(left, key=lambda row: -carried[row]):  # the oldest first
-            tokens = self._begun[row][0]
+            tokens = self._made[row].token_ids
             most, least = sampling.max_tokens - len(tokens), sampling.min_tokens - len(tokens)
             limits = replace(sampling, max_tokens=most, min_tokens=max(0, least))
             ids = prompts[row].tolist() + tokens
@@ -114,24 +117,23 @@ class PartialStream(SampleStream):
             for output in self._requests.interrupt():
                 self._continue(output)
         rows, self._ended = self._ended, []
-        found = [self._begun[row] for row in rows]
-        samples = build_response_batch(
-            [tokens for tokens, _, _ in found],
-            [log_probs for _, log_probs, _ in found],
-            [self._reasons[row] for row in rows],
-            kept=self._sets and [self._sets[row] for row in rows],
-        ).with_columns({"token_versions": ragged([v for _, _, v in found], torch.int64)})
+        done = [self._made[row] for row in rows]
+        samples = build_response_batch(done, keeps_sets=self._keeps_sets)
+        versions = ragged([one.versions for one in done], np.int64)
+        samples = samples.with_columns({"token_versions": versions})
         return samples, np.array(rows, dtype=np.int64) + self._first_row
 
     def _continue(self, output: EngineOutput) -> None:
         """Append to a row's response what was generated for it now."""
-        tokens, log_probs, versions = self._begun[output.key]
-        versions = versions + self._versions.end(output.key, len(output.token_ids))
-        added = tokens + output.token_ids, log_probs + output.log_probs
-        self._begun[output.key] = *added, versions
-        if self._sets is not None and output.kept is not None:
-            self._sets[output.key].extend(output.kept)
-        self._reasons[output.key] = output.finish_reason
+        output, before = self._versions.end(output), self._made[output.key]
+        if before.kept is not None and output.kept is not None:
+            before.kept.extend(output.kept)
+        self._made[output.key] = before._replace(
+            token_ids=before.token_ids + output.token_ids,
+            log_probs=before.log_probs + output.log_probs,
+            versions=[*before.versions, *output.versions],
+            finish_reason=output.finish_reason,
+        )
         self._ended.append(output.key)
 
 

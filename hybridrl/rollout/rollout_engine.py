@@ -93,7 +93,8 @@ class Request(NamedTuple):
 
 class EngineOutput(NamedTuple):
     """The output for one sample of a request: its tokens, log-probabilities and finish reason.
-    `routes` and `kept` sets if they are wanted."""
+    `routes` and `kept` sets if they are wanted, and the policy `versions` of the tokens where a
+    `SampleStream` gives it."""
 
     key: int
     prompt_ids: list[int]
@@ -102,6 +103,7 @@ class EngineOutput(NamedTuple):
     finish_reason: str
     routes: npt.NDArray[Any] | None = None
     kept: KeptSets | None = None
+    versions: Sequence[int] = ()
 
 
 class RequestQueue(ABC):
@@ -176,57 +178,36 @@ def requests_of(
         yield Request(first, ids, sampling, seed, 1 + len(others))
 
 
-def finished_batch(
+def build_response_batch(
     done: Sequence[EngineOutput],
     routes_dtype: npt.DTypeLike | None = None,
     *,
     keeps_sets: bool = False,
 ) -> Batch:
-    """Return finished requests as rows; see `RolloutEngine.generate` for the columns."""
-    return build_response_batch(
-        [finished.token_ids for finished in done],
-        [finished.log_probs for finished in done],
-        [finished.finish_reason for finished in done],
-        [finished.routes for finished in done if finished.routes is not None],
-        routes_dtype,
-        [finished.kept or KeptSets() for finished in done] if keeps_sets else None,
-    )
+    """Return finished samples as rows; see `RolloutEngine.generate` for the columns.
 
-
-def build_response_batch(
-    token_ids: list[list[int]],
-    log_probs: list[list[float]],
-    finish_reasons: list[str],
-    routes: list[npt.NDArray[Any]] | None = None,
-    routes_dtype: npt.DTypeLike | None = None,
-    kept: Sequence[KeptSets] | None = None,
-) -> Batch:
-    """Return the batch that `RolloutEngine.generate` gives; with `routed_experts` if these have a
-    precision, and with `kept_sets` if there are any."""
+    Args:
+        routes_dtype: Of the column `routed_experts`; None: there is none.
+        keeps_sets: Whether there is a column `kept_sets`.
+    """
     columns: dict[str, Any] = {
-        "response_ids": ragged(token_ids, torch.int64),
-        "rollout_log_probs": ragged(log_probs, torch.float32),
-        "finish_reason": pa.array(finish_reasons, pa.string()),
+        "response_ids": ragged([one.token_ids for one in done], np.int64),
+        "rollout_log_probs": ragged([one.log_probs for one in done], np.float32),
+        "finish_reason": pa.array([one.finish_reason for one in done], pa.string()),
     }
-    if routes is not None and routes_dtype is not None:
-        columns[ROUTED_EXPERTS] = concatenate_arrays(
-            [row.reshape(-1) for row in routes], routes_dtype
-        )
-    if kept is not None:
-        columns[KEPT_SETS] = concatenate_arrays([sets.encode() for sets in kept], np.int32)
+    if routes_dtype is not None:
+        routes = [one.routes for one in done if one.routes is not None]
+        columns[ROUTED_EXPERTS] = ragged(routes, routes_dtype)
+    if keeps_sets:
+        columns[KEPT_SETS] = ragged([(one.kept or KeptSets()).encode() for one in done], np.int32)
     return Batch.from_columns(columns)
 
 
-def concatenate_arrays(rows: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> RaggedColumn:
-    """Return a column of these rows, typed even where there are none."""
-    cu_seqlens = torch.tensor([0, *itertools.accumulate(row.size for row in rows)])
-    return RaggedColumn(torch.from_numpy(np.concatenate([np.zeros(0, dtype), *rows])), cu_seqlens)
-
-
-def ragged(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> RaggedColumn:
-    """Return a token-level column of these rows, typed even where there are none."""
-    cu_seqlens = torch.tensor([0, *itertools.accumulate(len(row) for row in rows)])
-    return RaggedColumn(torch.tensor([x for row in rows for x in row], dtype=dtype), cu_seqlens)
+def ragged(rows: Sequence[npt.ArrayLike], dtype: npt.DTypeLike) -> RaggedColumn:
+    """Return a column of these rows, each of them flat, typed even where there are none."""
+    arrays = [np.asarray(row, dtype).reshape(-1) for row in rows]
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(array.size for array in arrays)])
+    return RaggedColumn(torch.from_numpy(np.concatenate([np.zeros(0, dtype), *arrays])), cu_seqlens)
 
 
 @dataclass(frozen=True)
@@ -306,9 +287,8 @@ class RolloutEngine(RequestQueue):
         done: dict[int, EngineOutput] = {}
         while len(done) < len(batch):
             done |= {finished.key: finished for finished in self.poll()}
-        return finished_batch(
-            [done[row] for row in range(len(batch))], self.routes_dtype, keeps_sets=self.keeps_sets
-        )
+        in_order = [done[row] for row in range(len(batch))]
+        return build_response_batch(in_order, self.routes_dtype, keeps_sets=self.keeps_sets)
 
     @abstractmethod
     def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:

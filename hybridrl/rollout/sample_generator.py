@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from hybridrl.batch.batch import Batch
 from hybridrl.batch.row_balancing import split_by_runs
@@ -27,7 +26,7 @@ from hybridrl.rollout.rollout_engine import (
     RequestQueue,
     RolloutEngine,
     SamplingSettings,
-    finished_batch,
+    build_response_batch,
     ragged,
     requests_of,
     row_seeds,
@@ -112,15 +111,16 @@ class TokenVersions:
         for key, begins in self._begins.items():
             begins.append((tokens.get(key, 0), version))
 
-    def end(self, key: int, length: int) -> list[int]:
-        """Return the version of each token of a sample that has so many, and is over."""
-        begins = self._begins.pop(key)
+    def end(self, output: EngineOutput) -> EngineOutput:
+        """Return a sample that is over with the version of each of its tokens."""
+        begins, length = self._begins.pop(output.key), len(output.token_ids)
         ends = [start for start, _ in begins[1:]] + [length]
-        return [
+        versions = [
             version
             for (start, version), end in zip(begins, ends, strict=True)
             for _ in range(start, min(end, length))
         ]
+        return output._replace(versions=versions)
 
     def drop(self, keys: Iterable[int]) -> None:
         """Follow these samples no longer."""
@@ -163,10 +163,16 @@ class SampleGenerator(ABC):
 
     Args:
         requests: Where it asks for turns; None: the engine itself.
+
+    Attributes:
+        notices: Sentences on episodes that failed, which whoever reports them takes out.
+        remarks: Other sentences on episodes, likewise.
     """
 
     def __init__(self, engine: RolloutEngine, requests: RequestQueue | None = None) -> None:
         self.engine, self.requests = engine, requests or engine
+        self.notices: list[str] = []
+        self.remarks: list[str] = []
 
     @abstractmethod
     def begin(self, task: GenerationTask) -> SampleStream:
@@ -183,14 +189,6 @@ class SampleGenerator(ABC):
         finally:
             stream.close()
         return drop_token_versions(samples.take(np.argsort(rows)))
-
-    def notices(self) -> list[str]:
-        """Return sentences on episodes that failed since this was asked last."""
-        return []
-
-    def remarks(self) -> list[str]:
-        """Return other sentences on episodes since this was asked last."""
-        return []
 
     def close(self) -> None:
         """End it and its engine."""
@@ -226,19 +224,18 @@ class SingleTurnStream(SampleStream):
 
     def _collect(self, least: int, refresh: Refresh | None) -> NumberedSamples:
         done: list[EngineOutput] = []
-        versions: list[list[int]] = []
         while len(done) < least and (self._running or self._next is not None):
             self._fill()
             self._refresh(refresh)
             for finished in self._requests.poll():
                 self._running -= 1
-                done.append(finished)
-                versions.append(self._versions.end(finished.key, len(finished.token_ids)))
-        samples = finished_batch(
+                done.append(self._versions.end(finished))
+        samples = build_response_batch(
             done, self._engine.routes_dtype, keeps_sets=self._engine.keeps_sets
         )
         rows = np.array([finished.key for finished in done], dtype=np.int64)
-        return samples.with_columns({"token_versions": ragged(versions, torch.int64)}), rows
+        versions = ragged([finished.versions for finished in done], np.int64)
+        return samples.with_columns({"token_versions": versions}), rows
 
     def _fill(self) -> None:
         while (request := self._next) is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from hybridrl.batch.kept_sets import WHOLE_VOCABULARY, KeptSets
 from hybridrl.errors import RolloutError
+from hybridrl.rollout.rollout_engine import EngineOutput
 
 _GROWING = (list, KeptSets)
 
@@ -54,28 +55,19 @@ class TokenTranscript:
         """The number of response tokens that the model sampled."""
         return sum(self.mask)
 
-    def add_sampled(
-        self,
-        continued_ids: Sequence[int],
-        token_ids: Sequence[int],
-        log_probs: Sequence[float],
-        versions: Sequence[int] | None = None,
-        turn: int | None = None,
-        kept: KeptSets | None = None,
-    ) -> None:
+    def add_sampled(self, output: EngineOutput, turn: int | None = None) -> None:
         """Append a turn of the model.
 
         Args:
-            continued_ids: The tokens that the engine says it continued.
-            versions: Of the policy, for each token; None: 0.
+            output: The engine's. Without `versions` these are 0, without `kept` sets each token was
+                chosen from the whole vocabulary.
             turn: Its number in the episode, where that has other transcripts beside this one;
                 None: the one after the last of this one.
-            kept: What each token was chosen from; None: the whole vocabulary.
 
         Raises:
-            RolloutError: if the tokens continued are not exactly those so far.
+            RolloutError: if the tokens that it continues are not exactly those so far.
         """
-        expected, found = self.token_ids, list(continued_ids)
+        expected, found = self.token_ids, list(output.prompt_ids)
         if found != expected:
             pairs = enumerate(zip(found, expected, strict=False))
             shorter = min(len(found), len(expected))
@@ -88,7 +80,8 @@ class TokenTranscript:
             )
         self._turn = self._turn + 1 if turn is None else turn
         self.sampled_turns += 1
-        self._append(token_ids, 1, log_probs, versions or [0] * len(token_ids), kept)
+        token_ids, versions = output.token_ids, output.versions or [0] * len(output.token_ids)
+        self._append(token_ids, 1, output.log_probs, versions, output.kept)
 
     def add_given(self, token_ids: Sequence[int]) -> None:
         """Append a turn of the environment or tool."""

@@ -11,9 +11,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
+
+from hybridrl.system.daemon_threads import DaemonThreads
 
 _HEARTBEAT_S = 0.1
 """How often a loop shows that it is alive, and how often we look."""
@@ -174,28 +175,8 @@ class _LoopThread(threading.Thread):
 
     async def _beat(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.loop.set_default_executor(_DaemonThreads())
+        self.loop.set_default_executor(DaemonThreads())
         self._ready.set()
         while not self._stopping.is_set():
             self.alive_at = time.monotonic()
             await asyncio.sleep(_HEARTBEAT_S)
-
-
-class _DaemonThreads(ThreadPoolExecutor):
-    """An executor for `asyncio.to_thread` with one daemon thread for each call. The threads of an
-    ordinary pool are waited for when the process ends, and a tool that hangs in one would keep it
-    from ending."""
-
-    def submit(self, function: Any, /, *args: Any, **keywords: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(function(*args, **keywords))
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=run, name="tool", daemon=True).start()
-        return future

@@ -9,7 +9,7 @@ the kernel has taken keeps its addresses, which CUDA graphs hold.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ _MIN_CAPABILITY = {INT8: 75, FP8: 89}
 """Of GPUs whose tensor cores multiply such numbers, ten times the compute capability."""
 _FIRST_CAPABILITY_WITHOUT_INT8 = 100
 """Blackwell, for which vLLM has no kernels of int8."""
-_IDENTITY_ROWS = 1024  # rows of an identity matrix
+_IDENTITY_ROWS = 1024  # of an identity matrix at a time
 
 
 class LinearQuantization(QuantizationConfig):
@@ -183,17 +183,27 @@ class QuantizedLinearMethod(UnquantizedLinearMethod):
         return taken
 
     def rows(self, outputs: int, inputs: int) -> Rows:
-        """Read the kernel's weight ``[outputs, inputs]`` back by a product with identity rows."""
-        device = current_platform.device_type
-        found = []
-        for start in range(0, inputs, _IDENTITY_ROWS):
-            count = min(_IDENTITY_ROWS, inputs - start)
-            ones = torch.zeros(count, inputs, dtype=self._dtype, device=device)
-            ones[:, start:].fill_diagonal_(1)
-            found.append(self._kernel.apply_weights(self._taken, ones, None))
+        """Read the kernel's weight ``[outputs, inputs]`` back, as numbers and scales."""
+        device = torch.device(current_platform.device_type)
+        found = read_linear_weight(
+            lambda x: self._kernel.apply_weights(self._taken, x, None), inputs, self._dtype, device
+        )
         scales = self._taken.weight_scale.data[:outputs]
-        values = torch.cat(found).T.float() / scales
+        values = found.float() / scales
         return Rows((values.round() if self.kind == INT8 else values).to(TYPES[self.kind]), scales)
+
+
+def read_linear_weight(
+    multiply: Callable[[Tensor], Tensor], inputs: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Read a weight ``[outputs, inputs]`` back from what multiplies by it, by products with rows of
+    the identity."""
+    found = []
+    for start in range(0, inputs, _IDENTITY_ROWS):
+        rows = torch.zeros(min(_IDENTITY_ROWS, inputs - start), inputs, dtype=dtype, device=device)
+        rows[:, start:].fill_diagonal_(1)
+        found.append(multiply(rows))
+    return torch.cat(found).T
 
 
 class _ExactInt8Kernel:

@@ -47,7 +47,7 @@ from hybridrl.rollout.loader_probe import (
     probe_loader,
     record_raw_parameters,
 )
-from hybridrl.rollout.vllm_quantization import QuantizedLinearMethod
+from hybridrl.rollout.vllm_quantization import QuantizedLinearMethod, read_linear_weight
 from hybridrl.rollout.weight_writer import EngineTensor, WeightPieces, WeightWriter
 
 LOAD_FORMAT = "hybridrl"
@@ -57,7 +57,6 @@ the loader; none: it is to read them."""
 _UNQUANTIZED_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 _UNPACKED_BACKENDS = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
 """Kernels that take experts as loaders fill them; others swap, shuffle or transpose them."""
-_IDENTITY_ROWS = 1024  # of an identity matrix at a time
 _DIGIT_BITS = 8
 _log = logging.getLogger(__name__)
 
@@ -195,13 +194,9 @@ def list_engine_tensors(model: nn.Module, tensor: str) -> Iterator[EngineTensor]
             packed = _unpacked(module, tensors, tensor, model)
             yield EngineTensor(f"{tensor}, packed for its kernel,", packed)
         if hasattr(module, "cpu_linear") and tensors.get("weight") == tensor:
-            identity = torch.eye(raw.shape[1], dtype=raw.dtype, device=live.device)
-            columns = [
-                module.quant_method.apply(module, rows, None)
-                for rows in identity.split(_IDENTITY_ROWS)
-            ]
-            called = f"{tensor}, packed in a {type(module).__name__},"
-            yield EngineTensor(called, torch.cat(columns).T)
+            multiply = partial(module.quant_method.apply, module)
+            packed = read_linear_weight(multiply, raw.shape[1], raw.dtype, live.device)
+            yield EngineTensor(f"{tensor}, packed in a {type(module).__name__},", packed)
         plain = getattr(module, "_cpu_unpacked_conv_weight", None)
         if plain is not None and torch.equal(causal_conv1d_weight_pack(plain), live):
             yield EngineTensor(f"{tensor}, packed for its kernel,", plain.view(raw.shape))

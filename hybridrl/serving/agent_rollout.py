@@ -31,7 +31,7 @@ from hybridrl.rollout.sample_generator import (
     SampleStream,
 )
 from hybridrl.rollout.transcript import TokenTranscript
-from hybridrl.serving.agent_session import REPORT, AgentSession, SampledTurn
+from hybridrl.serving.agent_session import ANY, REPORT, SAMPLE, AgentSession
 from hybridrl.serving.endpoint import ReplicaEndpoint
 from hybridrl.serving.failed_episodes import FailedEpisodes
 from hybridrl.serving.outside import EpisodeRunner, ExternalPrograms
@@ -73,9 +73,7 @@ class AgentGenerator(SampleGenerator):
         self.settings = settings
         self.failed = failed or FailedEpisodes(None)
         self.numbers = itertools.count(1)
-        self._logged: set[str] = set()
-        self._notices: list[str] = []
-        self._remarks: list[str] = []
+        self._said: set[str] = set()
 
     def begin(self, task: GenerationTask) -> SampleStream:
         """Begin the episodes of all rows; the columns of the data go to their programs.
@@ -91,30 +89,17 @@ class AgentGenerator(SampleGenerator):
             task = task._replace(sampling=sampling)
         return AgentStream(self, task)
 
-    def notices(self) -> list[str]:
-        said, self._notices = self._notices, []
-        return said
-
-    def remarks(self) -> list[str]:
-        said, self._remarks = self._remarks, []
-        return said
-
     def close(self) -> None:
         self.programs.close()
         self.endpoint.close()
         super().close()
 
-    def report_failure(self, cause: str, notice: str) -> None:
-        """Show a notice of a failed episode, unless there was one of the same cause."""
-        if cause not in self._logged:
-            self._logged.add(cause)
-            self._notices.append(notice)
-
-    def remark(self, cause: str, sentence: str) -> None:
-        """Show a sentence on an episode that did not fail, unless there was one of the cause."""
-        if cause not in self._logged:
-            self._logged.add(cause)
-            self._remarks.append(sentence)
+    def say_once(self, to: list[str], cause: str, sentence: str) -> None:
+        """Append a sentence on an episode to `notices` or `remarks`, unless there was one of the
+        same cause."""
+        if cause not in self._said:
+            self._said.add(cause)
+            to.append(sentence)
 
 
 class _RunningEpisode(NamedTuple):
@@ -137,17 +122,17 @@ class AgentStream(SampleStream):
         self._playing: dict[int, _RunningEpisode] = {}  # by the key of the play
         self._ended: dict[int, EpisodeSample] = {}  # by row, since the last `next_samples`
         self._prompts = [ids.tolist() for ids in batch.ragged("prompt_ids").rows()]
-        rows = batch.rows_for_users()
+        rows, sessions = batch.rows_for_users(), self._endpoint.sessions
         for group in _group_prompt_rows(batch, self._prompts):
             plays = []
             for row in group:
                 number = next(rollout.numbers)
-                session = self._endpoint.open_session(f"e{number}", sampling, task.seeds[row])
+                session = sessions.open(f"e{number}", sampling, task.seeds[row])
                 is_greedy, url = sampling.temperature == 0, self._endpoint.session_url(session)
-                token = self._endpoint.session_token(session)
-                if rollout.settings.name == "verifiers":  # one client for all that it plays
-                    token = self._endpoint.sampling_token()
-                report = self._endpoint.session_token(session, REPORT)
+                # verifiers has one client for all that it plays
+                plays_all = rollout.settings.name == "verifiers"
+                token = sessions.token(SAMPLE, ANY if plays_all else session.name)
+                report = sessions.token(REPORT, session.name)
                 plays.append(
                     EpisodeRequest(number, rows[row], url, token, session.name, is_greedy, report)
                 )
@@ -167,9 +152,7 @@ class AgentStream(SampleStream):
         ended, self._ended = self._ended, {}
         prompts = [self._prompts[row] for row in ended]
         batch = build_episode_batch(
-            *(list(ended.values()), prompts),
-            branching=True,
-            keeps_sets=self._rollout.engine.keeps_sets,
+            list(ended.values()), prompts, keeps_sets=self._rollout.engine.keeps_sets
         )
         return batch, np.array(list(ended), dtype=np.int64) + self._first_row
 
@@ -203,12 +186,7 @@ class AgentStream(SampleStream):
     def _poll(self) -> None:
         finished = [one for one in self._requests.poll() if one.key in self._running]
         self._running.difference_update(one.key for one in finished)
-        turns = {}
-        for one in finished:
-            versions = self._versions.end(one.key, len(one.token_ids))
-            sampled = (one.prompt_ids, one.token_ids, one.log_probs)
-            turns[one.key] = SampledTurn(*sampled, versions, one.finish_reason, one.kept)
-        self._exchange.answer(turns)
+        self._exchange.answer({one.key: self._versions.end(one) for one in finished})
         if self._exchange.streams:
             self._exchange.grow(self._requests.partial())
 
@@ -230,7 +208,8 @@ class AgentStream(SampleStream):
             reward, reason = self._failed(played, session, kept), played.kind
         elif math.isnan(reward) and self._rollout.settings.name == "command":
             reward = 0.0
-            self._rollout.remark(
+            self._rollout.say_once(
+                self._rollout.remarks,
                 "no reward",
                 "A program ended with exit status 0, but reported no reward: neither by a number "
                 "in its last line nor, with environment.options.report=true, by posting one. It "
@@ -248,17 +227,18 @@ class AgentStream(SampleStream):
                 "and NO_PROXY of the program name the endpoint's host; a client that does not read "
                 "them has to be told not to use a proxy."
             )
+        last_line = failure.rstrip().rpartition("\n")[2]
+        if kept is not None:
+            failure += f"\nIts row, traceback and transcript: {kept}"
         if settings.on_error == "fail":
             raise RolloutError(
                 f"An episode failed ({played.kind}), and environment.on_error=fail ends the job "
                 f"then; `drop` leaves such episodes out, `value` scores them:\n{failure}"
-                + ("" if kept is None else f"\nIts row, traceback and transcript: {kept}")
             )
-        last_line = failure.rstrip().rpartition("\n")[2]
-        self._rollout.report_failure(
+        self._rollout.say_once(
+            self._rollout.notices,
             f"{played.kind}: {last_line}",
-            f"An episode failed ({played.kind}):\n{failure}"
-            + ("" if kept is None else f"\nIts row, traceback and transcript: {kept}"),
+            f"An episode failed ({played.kind}):\n{failure}",
         )
         return settings.error_value if settings.on_error == "value" else math.nan
 
@@ -269,7 +249,8 @@ class AgentStream(SampleStream):
         another number."""
         turns = sum(branch.sampled_turns for branch in branches)
         if rewards is not None and len(rewards) != turns:
-            self._rollout.remark(
+            self._rollout.say_once(
+                self._rollout.remarks,
                 "rewards",
                 f"A program reported {len(rewards)} rewards of turns, but the model had {turns} "
                 "turns. The rewards are left out.",

@@ -11,8 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from hybridrl.batch.kept_sets import KeptSets
-from hybridrl.rollout.rollout_engine import SamplingSettings
+from hybridrl.rollout.rollout_engine import EngineOutput, SamplingSettings
 from hybridrl.rollout.transcript import TokenTranscript
 from hybridrl.serving.request_parsing import EpisodeReport
 
@@ -22,25 +21,6 @@ SAMPLE, REPORT, ROWS = "sample", "report", "rows"
 """What a token is for: turns of the model, what an episode was worth, rows to play."""
 ANY = "any"
 """In place of a session's name: the token is for all of them."""
-
-
-class SampledTurn(NamedTuple):
-    """A turn that the engine sampled.
-
-    Attributes:
-        prompt_ids: The tokens that the engine continued.
-        token_ids, log_probs: What it sampled.
-        versions: The policy version of each of these.
-        finish_reason: `stop` or `length`.
-        kept: What each of these was chosen from; None: the whole vocabulary.
-    """
-
-    prompt_ids: list[int]
-    token_ids: list[int]
-    log_probs: list[float]
-    versions: list[int]
-    finish_reason: str
-    kept: KeptSets | None = None
 
 
 class TurnTokens(NamedTuple):
@@ -126,7 +106,7 @@ class AgentSession:
             ids = transcript.token_ids
             return TurnTokens(ids[:start], ids[start:end])
 
-    def record(self, part: str, turn: SampledTurn, key: str | None = None) -> RecordedTurn | None:
+    def record(self, part: str, turn: EngineOutput, key: str | None = None) -> RecordedTurn | None:
         """Record a turn that is about to be sent.
 
         Args:
@@ -150,10 +130,7 @@ class AgentSession:
                 branch.transcript.add_given(given)
             recorded = RecordedTurn(branch, before, 0, branch.latest, key)
             transcript, branch.latest = branch.transcript, self._turns
-            transcript.add_sampled(
-                *(turn.prompt_ids, turn.token_ids, turn.log_probs, turn.versions),
-                *(branch.latest, turn.kept),
-            )
+            transcript.add_sampled(turn, branch.latest)
             self._turns += 1
             self.sampled += len(turn.token_ids)
             recorded.length = len(transcript)
@@ -246,9 +223,9 @@ class SessionRegistry:
             self._open[name] = session
         return session
 
-    def close(self, name: str) -> AgentSession | None:
+    def close(self, name: str) -> None:
         with self._lock:
-            return self._open.pop(name, None)
+            self._open.pop(name, None)
 
     def find(self, part: str) -> AgentSession | None:
         """Return the open session with this name, or the one that a part of this name belongs
@@ -257,7 +234,8 @@ class SessionRegistry:
             return self._open.get(part.partition(".")[0])
 
     def token(self, scope: str, session: str) -> str:
-        """Return the token of a scope in a session. It is recomputed, not kept, so that it is
+        """Return the token of a scope in a session, or in `ANY`, for a program that plays many
+        episodes and names them by `X-Session-ID`. It is recomputed, not kept, so that it is
         recognised when the session is over."""
         head = f"{scope}-{session}"
         return f"{head}-{hmac.digest(self._key, head.encode(), 'sha256').hex()}"

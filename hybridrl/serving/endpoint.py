@@ -17,8 +17,7 @@ from typing import Any
 from aiohttp import web
 
 from hybridrl.errors import ConfigError
-from hybridrl.rollout.rollout_engine import SamplingSettings
-from hybridrl.serving.agent_session import ANY, ROWS, SAMPLE, AgentSession, SessionRegistry
+from hybridrl.serving.agent_session import ANY, ROWS, AgentSession, SessionRegistry
 from hybridrl.serving.outside import ExternalPrograms
 from hybridrl.serving.request_exchange import RequestExchange
 from hybridrl.serving.request_parsing import ApiError
@@ -61,6 +60,7 @@ class ReplicaEndpoint:
         most_bytes: Largest request.
 
     Attributes:
+        sessions: Those that requests may name.
         url: Its address, without a path.
         token: Of the job, as `Authorization: Bearer <token>`: takes rows to play. Sessions have
             tokens of their own.
@@ -81,11 +81,11 @@ class ReplicaEndpoint:
     ) -> None:
         self.model = model
         self.exchange = RequestExchange(MAX_WAITING_REQUESTS)
-        self._sessions = SessionRegistry(model.context_length)
-        self.token = self._sessions.token(ROWS, ANY)
+        self.sessions = SessionRegistry(model.context_length)
+        self.token = self.sessions.token(ROWS, ANY)
         # The job needs as many descriptors itself.
         self._connections = Connections(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
-        self._routes = EndpointRoutes(model, self._sessions, self.exchange, outside, patience_s)
+        self._routes = EndpointRoutes(model, self.sessions, self.exchange, outside, patience_s)
         self._most_bytes = most_bytes
         self._address: tuple[str, int] | OSError = (host, port)
         self._loop = asyncio.new_event_loop()
@@ -102,29 +102,15 @@ class ReplicaEndpoint:
         shown = f"[{self._address[0]}]" if ":" in self._address[0] else self._address[0]
         self.url = f"http://{shown}:{self._address[1]}"
 
-    def open_session(self, name: str, sampling: SamplingSettings, seed: int) -> AgentSession:
-        """Open a session that requests may name; the name must not contain a dot."""
-        return self._sessions.open(name, sampling, seed)
-
     def close_session(self, session: AgentSession) -> None:
         """Close a session; pending requests of it are rejected."""
-        self._sessions.close(session.name)
+        self.sessions.close(session.name)
         if under_way := list(session.under_way):
             self.exchange.refuse(under_way, f"The session `{session.name}` is over.")
 
     def session_url(self, session: AgentSession) -> str:
         """Return the base URL of OpenAI's API for a session."""
         return f"{self.url}/session/{session.name}/v1"
-
-    def session_token(self, session: AgentSession, scope: str = SAMPLE) -> str:
-        """Return the token of a session's program: to sample, or with `REPORT` to report the
-        reward."""
-        return self._sessions.token(scope, session.name)
-
-    def sampling_token(self) -> str:
-        """Return a token to sample in every session, for a program that plays many episodes and
-        names them by `X-Session-ID`."""
-        return self._sessions.token(SAMPLE, ANY)
 
     def announce(self, path: Path) -> None:
         """Write URL and token to a file that only this user can read."""
@@ -185,7 +171,7 @@ class ReplicaEndpoint:
     async def _check_token(self, request: web.Request, handler: RouteHandler) -> web.StreamResponse:
         if request.path != "/health":
             kind, _, token = request.headers.get("Authorization", "").partition(" ")
-            permission = self._sessions.permission(token.strip())
+            permission = self.sessions.permission(token.strip())
             if kind.lower() != "bearer" or permission is None:
                 raise ApiError(
                     401,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hybridrl.conversations.messages import Message, ToolSchema, parsed_arguments
@@ -83,14 +83,14 @@ def make_call_ids(seed: int, count: int) -> list[str]:
     return [digest[:9] for digest in digests]
 
 
-def compute_prefix_keys(
+def compute_conversation_key(
     messages: Sequence[Message],
     tools: Sequence[ToolSchema],
     options: Mapping[str, Any] | None = None,
-) -> Iterator[str]:
-    """Yield a key for each prefix of a conversation.
+) -> str:
+    """Return a key for a conversation.
 
-    Conversations with the same name mean the same: ids of calls, what was thought, and how JSON is
+    Conversations with the same key mean the same: ids of calls, what was thought, and how JSON is
     written make no difference, for programs lose or rewrite these.
     """
     digest = hashlib.sha256(json.dumps([list(tools), dict(options or {})], sort_keys=True).encode())
@@ -101,7 +101,7 @@ def compute_prefix_keys(
         if message["role"] == "tool":
             meaning.append([message.get("name"), message.get("tool_call_id")])
         digest.update(json.dumps(meaning, sort_keys=True).encode())
-        yield digest.hexdigest()
+    return digest.hexdigest()
 
 
 def format_arguments(arguments: Any) -> str:

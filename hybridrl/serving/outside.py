@@ -26,7 +26,7 @@ class EpisodeRunner(Protocol):
     def start(self, group: Sequence[EpisodeRequest]) -> None:
         """Queue the samples of one prompt; never blocks."""
 
-    def poll(self, wait_s: float = 0.0) -> list[EpisodeResult]:
+    def poll(self) -> list[EpisodeResult]:
         """Return the episodes that have ended since the last call."""
 
     def cancel(self) -> None:
@@ -102,7 +102,7 @@ class ExternalPrograms:
                 self._done.append(EpisodeResult(found[0].key, math.nan, None, {}, None, "ok"))
         self.notify()
 
-    def poll(self, wait_s: float = 0.0) -> list[EpisodeResult]:
+    def poll(self) -> list[EpisodeResult]:
         """Return the episodes that have ended since the last call, including expired ones; never
         blocks."""
         now = time.monotonic()

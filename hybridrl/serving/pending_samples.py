@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from hybridrl.rollout.rollout_engine import SamplingSettings
-from hybridrl.serving.agent_session import AgentSession, RecordedTurn, SampledTurn
+from hybridrl.rollout.rollout_engine import EngineOutput, SamplingSettings
+from hybridrl.serving.agent_session import AgentSession, RecordedTurn
 from hybridrl.serving.request_exchange import (
     PendingReply,
     RequestExchange,
@@ -111,7 +111,7 @@ class PendingSamples:
             self.replies.append(reply)
             session.under_way.add(reply.request.key)
 
-    async def turns(self) -> list[SampledTurn]:
+    async def turns(self) -> list[EngineOutput]:
         """Wait for all submitted samples and return their turns.
 
         Raises:
@@ -151,7 +151,7 @@ class PendingSamples:
                 code="no_generation",
             )
 
-    def record(self, turn: SampledTurn, key: str | None = None) -> None:
+    def record(self, turn: EngineOutput, key: str | None = None) -> None:
         """Record a turn that is about to be sent; it is discarded if the block ends with an error.
 
         Raises:

@@ -8,8 +8,8 @@ import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hybridrl.serving.agent_session import SampledTurn
-from hybridrl.serving.messages import AssistantTurn, compute_prefix_keys
+from hybridrl.rollout.rollout_engine import EngineOutput
+from hybridrl.serving.messages import AssistantTurn, compute_conversation_key
 from hybridrl.serving.request_parsing import ChatCompletionRequest, GenerationOptions
 from hybridrl.serving.template_chat import TemplateRenderer
 
@@ -28,7 +28,7 @@ class SampledChoice(NamedTuple):
         call_ids: An id for each tool call in it.
     """
 
-    turn: SampledTurn
+    turn: EngineOutput
     said: AssistantTurn
     call_ids: list[str]
 
@@ -112,7 +112,7 @@ class ReplyBuilder:
     def _delta(self, new: AssistantTurn) -> JsonObject:
         raise NotImplementedError
 
-    def _log_probs(self, turn: SampledTurn) -> JsonObject:
+    def _log_probs(self, turn: EngineOutput) -> JsonObject:
         raise NotImplementedError
 
 
@@ -139,8 +139,7 @@ class ChatReplyBuilder(ReplyBuilder):
     def key(self, choice: SampledChoice) -> str | None:
         asked = self._asked
         messages = [*asked.conversation, choice.said.message(choice.call_ids)]
-        *_, key = compute_prefix_keys(messages, asked.functions, asked.options)
-        return key
+        return compute_conversation_key(messages, asked.functions, asked.options)
 
     def opening(self, index: int) -> JsonObject | None:
         delta = {"role": "assistant", "content": ""}
@@ -160,7 +159,7 @@ class ChatReplyBuilder(ReplyBuilder):
         fields = {"content": new.content, "reasoning_content": new.reasoning}
         return {"delta": {name: text for name, text in fields.items() if text}}
 
-    def _log_probs(self, turn: SampledTurn) -> JsonObject:
+    def _log_probs(self, turn: EngineOutput) -> JsonObject:
         content = []
         for token, log_prob in zip(turn.token_ids, turn.log_probs, strict=True):
             text = str(self._tokenizer.decode([token]))
@@ -180,7 +179,7 @@ class CompletionReplyBuilder(ReplyBuilder):
     def _delta(self, new: AssistantTurn) -> JsonObject:
         return {"text": new.content}
 
-    def _log_probs(self, turn: SampledTurn) -> JsonObject:
+    def _log_probs(self, turn: EngineOutput) -> JsonObject:
         texts = [self._tokenizer.decode([token]) for token in turn.token_ids]
         offsets = [0]
         for text in texts[:-1]:

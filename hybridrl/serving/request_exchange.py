@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from hybridrl.errors import HybridRLError
-from hybridrl.rollout.rollout_engine import Request, SamplingSettings
-from hybridrl.serving.agent_session import SampledTurn
+from hybridrl.rollout.rollout_engine import EngineOutput, Request, SamplingSettings
 
 
 class UnansweredRequestError(HybridRLError):
@@ -38,7 +37,7 @@ class PendingReply:
     def __init__(self, request: Request, changed: asyncio.Event | None) -> None:
         self.request = request
         self.is_taken = False
-        self.outcome: asyncio.Future[SampledTurn] = asyncio.get_running_loop().create_future()
+        self.outcome: asyncio.Future[EngineOutput] = asyncio.get_running_loop().create_future()
         self.changed = changed
         self.token_ids: list[int] = []
         if changed is not None:
@@ -114,7 +113,7 @@ class RequestExchange:
             dropped, self._dropped = self._dropped, []
         return dropped
 
-    def answer(self, turns: Mapping[int, SampledTurn]) -> None:
+    def answer(self, turns: Mapping[int, EngineOutput]) -> None:
         """Deliver sampled turns, by key, to the requests that wait for them."""
         with self._changed:
             found = [(self._replies.pop(key, None), turn) for key, turn in turns.items()]
@@ -190,7 +189,7 @@ class RequestExchange:
         self._is_woken = True
         self._changed.notify_all()
 
-    def _tell(self, outcomes: Sequence[tuple[PendingReply, SampledTurn | Exception]]) -> None:
+    def _tell(self, outcomes: Sequence[tuple[PendingReply, EngineOutput | Exception]]) -> None:
         if outcomes:
             self._call(_set_outcomes, outcomes)
 
@@ -205,7 +204,7 @@ def _set_events(events: Iterable[asyncio.Event]) -> None:
         event.set()
 
 
-def _set_outcomes(outcomes: Sequence[tuple[PendingReply, SampledTurn | Exception]]) -> None:
+def _set_outcomes(outcomes: Sequence[tuple[PendingReply, EngineOutput | Exception]]) -> None:
     for reply, outcome in outcomes:
         if reply.outcome.done():  # cancelled in the meantime
             continue

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from aiohttp import web
 
 from hybridrl.serving.agent_session import ANY, REPORT, ROWS, SAMPLE, Permission, SessionRegistry
-from hybridrl.serving.messages import compute_prefix_keys, make_call_ids
+from hybridrl.serving.messages import compute_conversation_key, make_call_ids
 from hybridrl.serving.outside import ExternalPrograms
 from hybridrl.serving.pending_samples import PendingSamples, SessionPart, resolve_sampling
 from hybridrl.serving.reply_builders import (
@@ -242,7 +242,7 @@ class EndpointRoutes:
         messages, tools = asked.conversation, asked.functions
         turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         if turns and (at := turns[-1]) < len(messages) - 1:
-            *_, key = compute_prefix_keys(messages[: at + 1], tools, asked.options)
+            key = compute_conversation_key(messages[: at + 1], tools, asked.options)
             if (known := place.session.known(key)) is not None:
                 found = chat.continuation(messages, tools, at, known)
                 if found is not None:

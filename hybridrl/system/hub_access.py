@@ -6,9 +6,10 @@ The hub's own clients try again for most of a minute before they say that there 
 from __future__ import annotations
 
 import re
-import threading
 from pathlib import Path
 from typing import Literal
+
+from hybridrl.system.daemon_threads import DaemonThreads
 
 HUB_TIMEOUT_S = 5.0
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(:[\w.-]+)?")
@@ -39,24 +40,22 @@ def find_hub_problem(name: str, kind: Literal["model", "dataset"]) -> str | None
 
 
 def _query_hub(name: str, kind: str) -> str | None:
-    answers: list[str | None] = []
-
-    def ask() -> None:
+    def ask() -> str | None:
         from huggingface_hub import HfApi
         from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
         try:
             HfApi().repo_info(name, repo_type=kind, timeout=HUB_TIMEOUT_S)
-            answers.append(None)
+            return None
         except GatedRepoError:
-            answers.append("gives it only to accounts that it was granted to (`hf auth login`)")
+            return "gives it only to accounts that it was granted to (`hf auth login`)"
         except RepositoryNotFoundError:
-            answers.append("has none of that name, or hides it from this account (`hf auth login`)")
+            return "has none of that name, or hides it from this account (`hf auth login`)"
         except Exception as error:  # of the network, of many kinds
-            answers.append(f"cannot be reached ({type(error).__name__}: {error})")
+            return f"cannot be reached ({type(error).__name__}: {error})"
 
     # In a thread: a resolver that hangs knows no time-out.
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(HUB_TIMEOUT_S)
-    return answers[0] if answers else f"has not answered within {HUB_TIMEOUT_S:g} s"
+    try:
+        return DaemonThreads().submit(ask).result(HUB_TIMEOUT_S)
+    except TimeoutError:
+        return f"has not answered within {HUB_TIMEOUT_S:g} s"

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -287,7 +288,7 @@ def _parcels_to_batch(parcels: Sequence[WeightParcel]) -> Batch:
         {
             "sender": torch.tensor([key.sender for key, _ in parcels], dtype=torch.int64),
             "number": torch.tensor([key.number for key, _ in parcels], dtype=torch.int64),
-            "data": [data for _, data in parcels] or ragged([], torch.uint8),
+            "data": [data for _, data in parcels] or ragged([], np.uint8),
         }
     )
 
@@ -295,7 +296,7 @@ def _parcels_to_batch(parcels: Sequence[WeightParcel]) -> Batch:
 def _encoded_to_batch(coded: Sequence[EncodedParcel]) -> Batch:
     """Build a batch of encoded parcels with the headers of their messages."""
     parcels = [(key, message.data) for key, message in coded]
-    headers = [torch.tensor(message.header) for _, message in coded] or ragged([], torch.int64)
+    headers = [torch.tensor(message.header) for _, message in coded] or ragged([], np.int64)
     return _parcels_to_batch(parcels).with_columns({"header": headers})
 
 

@@ -41,7 +41,7 @@ from hybridrl.controller import (
 )
 from hybridrl.controller.worker import Rendezvous
 from hybridrl.engine.hybrid_engine import HybridEngine
-from hybridrl.engine.train_engine import LossFunction, TrainEngine
+from hybridrl.engine.train_engine import LossFunction
 from hybridrl.errors import ConfigError
 from hybridrl.layout.rank_mesh import MeshCoordinate, RankMesh
 from hybridrl.parallel import process_group
@@ -61,8 +61,7 @@ from hybridrl.workers.generation import (
     keeps_prompts_whole,
     list_continued_columns,
     list_optional_columns,
-    report_engine_counts,
-    report_samples,
+    report_generation,
     report_weights_received,
     report_weights_sent,
 )
@@ -122,13 +121,13 @@ class ActorWorker(TrainedModelWorker):
         self._updates = updates
         self._temperature = temperature
         self._step_is_over = False
-        self._verify = rollout.verify_weights
-        self._refresh = rollout.weight_sync_refresh
+        self._rollout = rollout
         self._seeds = SampleSeeds(source.seed)
         share = rollout.parallel.ranks if generates else 1
         mesh = RankMesh({"rollout_dp": context.world_size // share, "rollout_tp": share})
         self._rollout_place = mesh.coordinates(context.rank)
         train = build_policy_engine(context, source, config, rollout_tp=share)
+        self.model_engine = train
         train.start_optimizer(config.optimizer, updates)
         self._cache = LogProbCache(cache, train, source, temperature)
         engine = None
@@ -148,10 +147,6 @@ class ActorWorker(TrainedModelWorker):
 
     def coordinates(self) -> Mapping[str, MeshCoordinate]:
         return {**super().coordinates(), **self._rollout_place}
-
-    @property
-    def model_engine(self) -> TrainEngine:
-        return self._engine.train
 
     def enter(self) -> None:
         if self._engine.is_generating:
@@ -186,9 +181,7 @@ class ActorWorker(TrainedModelWorker):
             return self._take(0, parts)
         samples = self._engine.generate(batch, sampling, seeds)
         report_weights_received(self, self._engine.cost)
-        if self.coordinates()["rollout_tp"].index == 0:
-            report_samples(self, samples)
-            report_engine_counts(self, self._engine.rollout)
+        report_generation(self, self._engine.rollout, samples)
         return samples
 
     @transfer(THREE_D_ALL_MICRO_DP, makes=GENERATED_COLUMNS, may_make=list_optional_columns)
@@ -203,9 +196,8 @@ class ActorWorker(TrainedModelWorker):
         samples, rows = self._engine.take(count if is_last else -(-count // parts), is_last)
         version, begun = self._engine.policy_version, self._begun
         samples = add_policy_version(samples, version, keeps_tokens=begun is not None)
-        if self.coordinates()["rollout_tp"].index == 0:
-            report_samples(self, samples, begun and begun.take(rows), version)
-            report_engine_counts(self, self._engine.rollout)
+        before = begun and begun.take(rows)
+        report_generation(self, self._engine.rollout, samples, before, version)
         return PartialTable(samples, self._rows[rows], self._total)  # type: ignore[return-value]
 
     @transfer(
@@ -217,13 +209,13 @@ class ActorWorker(TrainedModelWorker):
     def compute_log_prob(self, batch: Batch) -> Batch:
         """Compute the `log_probs` of the responses under the current policy, and the `entropy`."""
         with self.phase("score"):
-            return self._engine.train.forward(batch, temperature=self._temperature)
+            return self.model_engine.forward(batch, temperature=self._temperature)
 
     @transfer(THREE_D, reads=SAMPLE_COLUMNS, follows=(KEPT_SETS,), makes=("ref_log_probs",))
     def compute_ref_log_prob(self, batch: Batch) -> Batch:
         """`ref_log_probs` of the responses under the model before training: with LoRA the
         actor is its own reference."""
-        with self.phase("score"), self._engine.train.untrained():
+        with self.phase("score"), self.model_engine.untrained():
             scored = self._cache.score(self, batch)
         return Batch.from_columns({"ref_log_probs": scored})
 
@@ -303,7 +295,7 @@ class ActorWorker(TrainedModelWorker):
     def start_optimizer(self, config: OptimizerConfig | None, updates: int) -> None:
         """Start a phase with a fresh optimizer; None: the settings and length of the job."""
         settings = config or self._config.optimizer
-        self._engine.train.start_optimizer(settings, updates or self._updates)
+        self.model_engine.start_optimizer(settings, updates or self._updates)
 
     @transfer(FIRST_RANK)
     def open_rendezvous(self) -> Rendezvous:
@@ -338,11 +330,11 @@ class ActorWorker(TrainedModelWorker):
             dtype,
             train.device,
             train,
-            verify=self._verify,
+            verify=self._rollout.verify_weights,
             adapters=self._source.adapters is not None,
             parcels=parcels,
             method=weight_sync,
-            refresh=self._refresh,
+            refresh=self._rollout.weight_sync_refresh,
         )
 
     @transfer(ONE_TO_ALL)

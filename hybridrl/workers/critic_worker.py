@@ -10,8 +10,6 @@ from hybridrl.algorithms import TokenLoss, TokenSegments, value_loss
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import ActorConfig
 from hybridrl.controller import THREE_D, UPDATE, WorkerContext, transfer
-from hybridrl.engine.train_engine import TrainEngine
-from hybridrl.system.device_traits import synchronize_device
 from hybridrl.workers.generation import SAMPLE_COLUMNS, UPDATE_COLUMNS
 from hybridrl.workers.model_worker import TrainedModelWorker
 from hybridrl.workers.training_engines import ModelSource, build_scalar_engine
@@ -40,18 +38,14 @@ class CriticWorker(TrainedModelWorker):
         super().__init__(context, source)
         self._value_clip = value_clip
         self._prefix = prefix
-        self._engine = build_scalar_engine(context, source, config, reads="before")
-        self._engine.start_optimizer(config.optimizer, updates)
-
-    @property
-    def model_engine(self) -> TrainEngine:
-        return self._engine
+        self.model_engine = build_scalar_engine(context, source, config, reads="before")
+        self.model_engine.start_optimizer(config.optimizer, updates)
 
     @transfer(THREE_D, reads=SAMPLE_COLUMNS, makes=lambda built: [f"{built['prefix']}values"])
     def compute_values(self, batch: Batch) -> Batch:
         """Compute the `values` (`cost_values`) of the response tokens."""
         with self.phase("score"):
-            found = self._engine.forward(batch)
+            found = self.model_engine.forward(batch)
         return Batch.from_columns({f"{self._prefix}values": found.ragged("values")})
 
     @transfer(
@@ -64,9 +58,7 @@ class CriticWorker(TrainedModelWorker):
     def update_critic(self, batch: Batch) -> dict[str, float]:
         """Take one optimizer step towards the `returns` (`cost_returns`), and return the metrics of
         the whole mini-batch."""
-        with self.phase("train"):
-            metrics = self._engine.update(batch, self._value_loss)
-            synchronize_device(self._engine.device)
+        metrics = self._update(batch, self._value_loss)
         return {f"{self._prefix}critic_{name}": value for name, value in metrics.items()}
 
     def _value_loss(

@@ -175,12 +175,24 @@ def report_column_sums(worker: Worker, columns: Mapping[str, Sequence[float]]) -
         )
 
 
-def report_engine_counts(worker: Worker, generator: SampleGenerator) -> None:
-    """Report what the engine has counted since the last report (see `RolloutEngine.counts`), and
-    what there is to say of its episodes."""
+def report_generation(
+    worker: Worker,
+    generator: SampleGenerator,
+    samples: Batch,
+    begun: Batch | None = None,
+    version: int = 0,
+) -> None:
+    """Report the samples of a replica on its first rank (see `report_samples`), what its engine has
+    counted since the last report (see `RolloutEngine.counts`), and what there is to say of its
+    episodes."""
+    if worker.coordinates()["rollout_tp"].index:
+        return
+    report_samples(worker, samples, begun, version)
     worker.report(**generator.engine.counts())
-    worker.record.notices += generator.notices()
-    worker.record.remarks += generator.remarks()
+    worker.record.notices += generator.notices
+    worker.record.remarks += generator.remarks
+    generator.notices.clear()
+    generator.remarks.clear()
 
 
 def report_weights_received(worker: Worker, cost: SyncCost | None) -> None:

@@ -39,8 +39,7 @@ from hybridrl.workers.generation import (
     is_generation_input,
     list_continued_columns,
     list_optional_columns,
-    report_engine_counts,
-    report_samples,
+    report_generation,
     report_weights_received,
 )
 from hybridrl.workers.model_worker import ModelWorker
@@ -188,9 +187,8 @@ class GeneratorWorker(ModelWorker):
         if part == parts - 1:
             self._samples.close()
         samples = add_response_mask(samples)
-        if self.coordinates()["rollout_tp"].index == 0:
-            report_samples(self, samples, self._begun and self._begun.take(rows), self._version)
-            report_engine_counts(self, self._generator)
+        before = self._begun and self._begun.take(rows)
+        report_generation(self, self._generator, samples, before, self._version)
         return PartialTable(samples, rows, self._total)  # type: ignore[return-value]
 
     @transfer(ONE_TO_ALL)

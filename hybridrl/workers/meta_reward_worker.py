@@ -23,7 +23,6 @@ from hybridrl.config.preference_schema import MetaConfig
 from hybridrl.config.schema import ActorConfig
 from hybridrl.controller import ONE_TO_ALL, TASKS, THREE_D, UPDATE_TASKS, WorkerContext, transfer
 from hybridrl.data.task_blocks import TASK, TASK_BLOCK_COLUMNS
-from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import ConfigError, StorageError
 from hybridrl.layout.rank_mesh import MeshCoordinate
 from hybridrl.parallel.collectives import reduce_over
@@ -78,20 +77,16 @@ class MetaRewardWorker(TrainedModelWorker):
         super().__init__(context, source)
         self._meta = meta
         self._inner = InnerLoop(meta.inner_steps, meta.inner_rate, meta.second_order)
-        self._engine = build_feature_engine(context, source, config, meta.features)
-        self._engine.start_optimizer(config.optimizer, updates)
-        self._group = self._engine.mesh.group("dp")
-        self._table = ShardedTable(meta.features, meta.task_rate, self._group, self._engine.device)
-
-    @property
-    def model_engine(self) -> TrainEngine:
-        return self._engine
+        engine = build_feature_engine(context, source, config, meta.features)
+        engine.start_optimizer(config.optimizer, updates)
+        self.model_engine, self._group = engine, engine.mesh.group("dp")
+        self._table = ShardedTable(meta.features, meta.task_rate, self._group, engine.device)
 
     @transfer(THREE_D, reads=SAMPLE_COLUMNS, makes=("features",))
     def compute_features(self, batch: Batch) -> Batch:
         """Compute the reward `features` of each row, those at its last token."""
         with self.phase("score"):
-            values = self._engine.forward(batch).ragged("values").values
+            values = self.model_engine.forward(batch).ragged("values").values
             ends = torch.from_numpy(batch.lengths("response_ids")).cumsum(0) - 1
             return Batch.from_columns({"features": values.view(-1, self._meta.features)[ends]})
 
@@ -118,7 +113,7 @@ class MetaRewardWorker(TrainedModelWorker):
         """
         with self.phase("train"):
             pairs = self._read_pairs(batch)
-            is_new = _by_pair(batch, "is_new").bool().to(self._engine.device)
+            is_new = _by_pair(batch, "is_new").bool().to(self.model_engine.device)
             is_known = torch.ones(len(pairs.numbers), dtype=torch.bool, device=is_new.device)
             is_known[pairs.of_pair[is_new]] = False
             rows = self._table.fetch(pairs.numbers) * is_known[:, None]
@@ -127,12 +122,12 @@ class MetaRewardWorker(TrainedModelWorker):
                 _by_pair(batch, "query_weights").to(rows.device),
                 self._inner,
             )
-            metrics = self._engine.update(
+            metrics = self.model_engine.update(
                 _with_gradients(batch, found.differences), _feature_loss, rows_together=2
             )
             if not metrics["skipped_updates"] and self._meta.task_rate:
                 self._table.update(pairs.numbers[is_known], found.rows[is_known])
-            synchronize_device(self._engine.device)
+            synchronize_device(self.model_engine.device)
         return metrics | self._sum_metrics(pairs, found)
 
     @transfer(ONE_TO_ALL)
@@ -163,7 +158,7 @@ class MetaRewardWorker(TrainedModelWorker):
             self._table.load(part["numbers"], part["state"])
 
     def _save_table(self, folder: Location) -> None:
-        places = dict(self._engine.mesh.coordinates)
+        places = dict(self.model_engine.mesh.coordinates)
         part = places.pop("dp", MeshCoordinate(0, 1))
         if any(place.index for place in places.values()):  # others have the same rows
             return
@@ -177,7 +172,7 @@ class MetaRewardWorker(TrainedModelWorker):
 
     def _read_features(self, batch: Batch) -> Tensor:
         values = batch.ragged("features").values.view(-1, self._meta.features)
-        return values.to(self._engine.device)
+        return values.to(self.model_engine.device)
 
     def _read_pairs(self, batch: Batch) -> _TaskPairs:
         blocks, of_pair = torch.unique(_by_pair(batch, "task_block"), return_inverse=True)

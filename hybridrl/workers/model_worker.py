@@ -16,12 +16,14 @@ from hybridrl.engine.training_snapshot import TrainingSnapshot
 from hybridrl.models.model_loading import load_tokenizer, read_stored_dtype
 from hybridrl.parallel import process_group
 from hybridrl.system.content_cache import ContentCache
+from hybridrl.system.device_traits import synchronize_device
 from hybridrl.system.dtypes import DTYPES
 from hybridrl.system.locations import parse_location
 from hybridrl.workers.training_engines import ModelSource
 
 if TYPE_CHECKING:
-    from hybridrl.engine.train_engine import TrainEngine
+    from hybridrl.batch.batch import Batch
+    from hybridrl.engine.train_engine import LossFunction, TrainEngine
     from hybridrl.layout.rank_mesh import MeshCoordinate
 
 
@@ -32,13 +34,13 @@ SNAPSHOT_FOLDER = "stage-start"
 class ModelWorker(Worker):
     """A worker that holds models. While it runs a call, its group is torch.distributed's whole
     world (see `process_group`) and its model is on the device, from which it is offloaded when
-    another role needs the memory. Its coordinates are those of its model's mesh."""
+    another role needs the memory. Its coordinates are those of its model's mesh.
 
-    @property
-    def model_engine(self) -> TrainEngine | None:
-        """The engine of the worker's model; None if it has no model that is partitioned over
-        ranks."""
-        return None
+    Attributes:
+        model_engine: Of its model; None if it has none that is partitioned over ranks.
+    """
+
+    model_engine: TrainEngine | None = None
 
     def coordinates(self) -> Mapping[str, MeshCoordinate]:
         engine = self.model_engine
@@ -91,14 +93,12 @@ class TrainedModelWorker(ModelWorker):
         source: The model.
     """
 
+    model_engine: TrainEngine
+
     def __init__(self, context: WorkerContext, source: ModelSource) -> None:
         super().__init__(context)
         self._source = source
         self._snapshot: TrainingSnapshot | None = None
-
-    @property
-    def model_engine(self) -> TrainEngine:
-        raise NotImplementedError
 
     def counters(self) -> dict[str, int]:
         """Return the counters that `load_training_state` gives back."""
@@ -174,6 +174,13 @@ class TrainedModelWorker(ModelWorker):
         if (kept / NUMBERS_FILE).is_file():
             load_training_state(self.model_engine, kept)
             self._snapshot = TrainingSnapshot(self.model_engine)
+
+    def _update(self, batch: Batch, loss: LossFunction, **options: Any) -> dict[str, float]:
+        """Take one optimizer step; see `TrainEngine.update`."""
+        with self.phase("train"):
+            metrics = self.model_engine.update(batch, loss, **options)
+            synchronize_device(self.model_engine.device)
+        return metrics
 
     def _save_snapshot(self, folder: str) -> None:
         if self._snapshot is not None:

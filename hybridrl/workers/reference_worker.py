@@ -3,10 +3,12 @@ the KL, or a teacher."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hybridrl.batch.arrow_columns import RaggedColumn
 from hybridrl.batch.batch import TEACHER_CHUNKS, TEACHER_IDS, TEACHER_LOG_PROBS, Batch
 from hybridrl.batch.kept_sets import KEPT_SETS
 from hybridrl.config.schema import ActorConfig, CacheConfig
@@ -15,7 +17,7 @@ from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.workers.generation import SAMPLE_COLUMNS
 from hybridrl.workers.log_prob_cache import LogProbCache
 from hybridrl.workers.model_worker import ModelWorker
-from hybridrl.workers.teacher_reading import TeacherReading, chunk_columns
+from hybridrl.workers.teacher_reading import TeacherReading, list_top_tokens, score_responses
 from hybridrl.workers.training_engines import ModelSource, build_policy_engine
 
 
@@ -38,6 +40,8 @@ class ReferenceWorker(ModelWorker):
         system_prompt: Of the student's chats, which such a model reads in its own template.
     """
 
+    model_engine: TrainEngine
+
     def __init__(
         self,
         context: WorkerContext,
@@ -51,21 +55,17 @@ class ReferenceWorker(ModelWorker):
     ) -> None:
         super().__init__(context)
         self._temperature, self._top_k = temperature, top_k
-        self._engine = build_policy_engine(context, source, config, trains=False)
-        self._cache = LogProbCache(cache, self._engine, source, temperature)
+        self.model_engine = build_policy_engine(context, source, config, trains=False)
+        self._cache = LogProbCache(cache, self.model_engine, source, temperature)
         self._reading = None
         if alignment == "bytes":
             self._reading = TeacherReading(source, source.path, system_prompt)
-
-    @property
-    def model_engine(self) -> TrainEngine:
-        return self._engine
 
     @transfer(ONE_TO_ALL)
     def load_weights(self, folder: str, share: float = 1.0) -> None:
         """Load the weights of a model folder that this model has too; or, with a `share` below 1,
         move the model's weights towards them, as a moving average does."""
-        self._engine.load(Path(folder), share)
+        self.model_engine.load(Path(folder), share)
 
     @transfer(
         THREE_D,
@@ -78,11 +78,7 @@ class ReferenceWorker(ModelWorker):
         """Compute the `ref_log_probs` of the responses; with `alignment=bytes` of their chunks, and
         `teacher_chunks`."""
         with self.phase("score"):
-            if self._reading is not None:
-                read, paths = self._reading.read(batch)
-                return chunk_columns(paths, self._cache.score(self, read))
-            scored = self._cache.score(self, batch)
-        return Batch.from_columns({"ref_log_probs": scored})
+            return score_responses(self._reading, batch, partial(self._cache.score, self))
 
     @transfer(THREE_D, reads=SAMPLE_COLUMNS, makes=(TEACHER_IDS, TEACHER_LOG_PROBS), streams=True)
     def compute_top_log_probs(self, batch: Batch) -> Batch:
@@ -90,17 +86,10 @@ class ReferenceWorker(ModelWorker):
         token: `teacher_ids` and `teacher_log_probs`, `top_k` numbers per token, one token after the
         other."""
         with self.phase("score"):
-            read, paths = batch, None
-            if self._reading is not None:
-                read, paths = self._reading.read(batch)
-            scored = self._engine.forward(read, temperature=self._temperature, top_k=self._top_k)
-            names = ("log_probs", "top_ids", "top_log_probs")
-            if self._reading is not None and paths is not None:
-                width = self._engine.model.shapes(top_k=self._top_k)["top_ids"][0]
-                return self._reading.top_columns(paths, *map(scored.ragged, names), top_k=width)
-        return Batch.from_columns(
-            {
-                TEACHER_IDS: scored.ragged("top_ids"),
-                TEACHER_LOG_PROBS: scored.ragged("top_log_probs"),
-            }
-        )
+            width = self.model_engine.model.shapes(top_k=self._top_k)["top_ids"][0]
+            return list_top_tokens(self._reading, batch, self._ask, width)
+
+    def _ask(self, batch: Batch) -> Iterator[RaggedColumn]:
+        engine, top_k = self.model_engine, self._top_k
+        scored = engine.forward(batch, temperature=self._temperature, top_k=top_k)
+        return map(scored.ragged, ("log_probs", "top_ids", "top_log_probs"))

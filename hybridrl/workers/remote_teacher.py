@@ -6,15 +6,15 @@ from __future__ import annotations
 import http.client
 import json
 import math
-import threading
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from email.utils import parsedate_to_datetime
+from functools import partial
 from typing import Any, NamedTuple
 
-import torch
+import numpy as np
 
 from hybridrl.batch.arrow_columns import RaggedColumn
 from hybridrl.batch.batch import TEACHER_IDS, TEACHER_LOG_PROBS, Batch
@@ -22,10 +22,12 @@ from hybridrl.controller import DP, Worker, WorkerContext, transfer
 from hybridrl.data.token_spelling import NO_TOKEN
 from hybridrl.errors import RemoteModelError
 from hybridrl.models.model_loading import load_tokenizer
+from hybridrl.rollout.rollout_engine import ragged
+from hybridrl.system.daemon_threads import DaemonThreads
 from hybridrl.system.redaction import register_secret, without_url_secrets
 from hybridrl.workers.generation import SAMPLE_COLUMNS
 from hybridrl.workers.reference_worker import list_scored_columns
-from hybridrl.workers.teacher_reading import TeacherReading, chunk_columns
+from hybridrl.workers.teacher_reading import TeacherReading, list_top_tokens, score_responses
 from hybridrl.workers.training_engines import ModelSource
 
 _ATTEMPTS = 5
@@ -117,22 +119,14 @@ class RemoteTeacher(Worker):
     def compute_ref_log_prob(self, batch: Batch) -> Batch:
         """Compute what `ReferenceWorker.compute_ref_log_prob` does."""
         with self.phase("score"):
-            read, paths = (batch, None) if self._reading is None else self._reading.read(batch)
-            scored = self._ask(read, 1)[0]
-            if paths is not None:
-                return chunk_columns(paths, scored)
-        return Batch.from_columns({"ref_log_probs": scored})
+            return score_responses(self._reading, batch, lambda read: self._ask(read, 1)[0])
 
     @transfer(DP, reads=SAMPLE_COLUMNS, makes=(TEACHER_IDS, TEACHER_LOG_PROBS), streams=True)
     def compute_top_log_probs(self, batch: Batch) -> Batch:
         """Compute what `ReferenceWorker.compute_top_log_probs` does."""
         with self.phase("score"):
-            if self._reading is not None:
-                read, paths = self._reading.read(batch)
-                found = self._ask(read, self._top_k)
-                return self._reading.top_columns(paths, *found, top_k=self._top_k)
-            _, ids, log_probs = self._ask(batch, self._top_k)
-        return Batch.from_columns({TEACHER_IDS: ids, TEACHER_LOG_PROBS: log_probs})
+            top_k = self._top_k
+            return list_top_tokens(self._reading, batch, partial(self._ask, top_k=top_k), top_k)
 
     def _ask(self, batch: Batch, top_k: int) -> list[RaggedColumn]:
         """Return the columns of `ScoredResponse` for samples in the teacher's tokens."""
@@ -144,12 +138,8 @@ class RemoteTeacher(Worker):
         if not self._is_known:
             words = [word for one in found for word in one.words]
             self._check_words([token for row in responses for token in row], words)
-        columns = []
-        for name, width in (("log_probs", 1), ("top_ids", top_k), ("top_log_probs", top_k)):
-            values = [value for one in found for value in getattr(one, name)]
-            bounds = batch.ragged("response_ids").cu_seqlens * width
-            columns.append(RaggedColumn(torch.tensor(values, dtype=torch.float32), bounds))
-        return columns
+        names = ("log_probs", "top_ids", "top_log_probs")
+        return [ragged([getattr(one, name) for one in found], np.float32) for name in names]
 
     def _score(self, prompt: list[int], response: list[int], top_k: int) -> ScoredResponse:
         if not response:
@@ -270,20 +260,13 @@ def _exchange(request: urllib.request.Request, seconds: float) -> _HttpAnswer:
     Raises:
         TimeoutError: if it has not come within these seconds.
     """
-    found: Future[_HttpAnswer] = Future()
 
-    def run() -> None:
-        try:
-            with _OPENER.open(request, timeout=seconds) as answer:
-                read = _HttpAnswer(answer.status, answer.headers, answer.read())
-        except Exception as error:
-            found.set_exception(error)
-        else:
-            found.set_result(read)
+    def read() -> _HttpAnswer:
+        with _OPENER.open(request, timeout=seconds) as answer:
+            return _HttpAnswer(answer.status, answer.headers, answer.read())
 
     # In a thread: the time-out of a socket begins anew with every byte.
-    threading.Thread(target=run, daemon=True).start()
-    return found.result(seconds)
+    return DaemonThreads().submit(read).result(seconds)
 
 
 def _parse_pause(told: str | None) -> float:

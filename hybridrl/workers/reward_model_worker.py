@@ -9,7 +9,6 @@ from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import ActorConfig
 from hybridrl.controller import THREE_D, UPDATE_PAIRS, WorkerContext, transfer
 from hybridrl.engine.train_engine import TrainEngine
-from hybridrl.system.device_traits import synchronize_device
 from hybridrl.workers.generation import SAMPLE_COLUMNS, UPDATE_COLUMNS
 from hybridrl.workers.model_worker import TrainedModelWorker
 from hybridrl.workers.training_engines import ModelSource, build_scalar_engine
@@ -35,26 +34,19 @@ class RewardModelWorker(TrainedModelWorker):
     ) -> None:
         super().__init__(context, source)
         self._objective = objective
-        self._engine = build_scalar_engine(context, source, config, reads="after")
-        self._engine.start_optimizer(config.optimizer, updates)
-
-    @property
-    def model_engine(self) -> TrainEngine:
-        return self._engine
+        self.model_engine = build_scalar_engine(context, source, config, reads="after")
+        self.model_engine.start_optimizer(config.optimizer, updates)
 
     @transfer(THREE_D, reads=SAMPLE_COLUMNS, makes=("scores",))
     def compute_score(self, batch: Batch) -> Batch:
         """Compute the `scores`, one for each row."""
         with self.phase("score"):
-            return Batch.from_columns({"scores": compute_sample_scores(self._engine, batch)})
+            return Batch.from_columns({"scores": compute_sample_scores(self.model_engine, batch)})
 
     @transfer(UPDATE_PAIRS, reads=UPDATE_COLUMNS, may_read=("margin",))
     def update_reward_model(self, batch: Batch) -> dict[str, float]:
         """Take one optimizer step on pairs of rows, the chosen one first."""
-        with self.phase("train"):
-            metrics = self._engine.update(batch, self._objective, rows_together=2)
-            synchronize_device(self._engine.device)
-        return metrics
+        return self._update(batch, self._objective, rows_together=2)
 
 
 def compute_sample_scores(engine: TrainEngine, batch: Batch) -> torch.Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 
 from hybridrl.algorithms import TokenSegments
@@ -23,7 +24,6 @@ from hybridrl.batch.batch import (
 from hybridrl.config.schema import ActorConfig, CacheConfig, RewardConfig
 from hybridrl.config.setting import Setting
 from hybridrl.controller import THREE_D, WorkerContext, transfer
-from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import RewardError
 from hybridrl.models.model_loading import load_tokenizer
 from hybridrl.rewards.loading import needs_groups, resolve_functions
@@ -31,6 +31,7 @@ from hybridrl.rewards.response_steps import count_tokens_up_to, step_ends
 from hybridrl.rewards.returned_scores import StepRewards
 from hybridrl.rewards.signature import TOKEN_IDS_ENTRY, UPDATES_ENTRY
 from hybridrl.rewards.source_pools import SourceRewardPools, resolve_source_settings
+from hybridrl.rollout.rollout_engine import ragged
 from hybridrl.system.content_cache import open_cache
 from hybridrl.workers.generation import report_column_sums
 from hybridrl.workers.llm_judge import JudgeSetup, LLMJudge
@@ -129,11 +130,10 @@ class RewardWorker(ModelWorker):
         self._steps = steps
         self._config = config
         self._kind = kind
-        self._engine = None
         self._answers = True
         if model is not None:
-            self._engine = build_scalar_engine(context, model, model_config, "after", trains=False)
-            mesh = self._engine.mesh.mesh
+            engine = build_scalar_engine(context, model, model_config, "after", trains=False)
+            self.model_engine, mesh = engine, engine.mesh.mesh
             places = [mesh.coordinates(rank) for rank in range(mesh.size)]
             self._answers = SCORE_PROTOCOL.speaks(context.rank, places)
         self._group = Setting(kind)
@@ -150,10 +150,6 @@ class RewardWorker(ModelWorker):
         if self._pool is not None:
             self._pool.start()
 
-    @property
-    def model_engine(self) -> TrainEngine | None:
-        return self._engine
-
     @classmethod
     def runs_beside(cls, keywords: Mapping[str, Any]) -> bool:
         # A class of the user's may use a device, and says so itself if it does not.
@@ -163,7 +159,7 @@ class RewardWorker(ModelWorker):
 
     @property
     def takes_memory(self) -> bool:
-        return self._engine is not None or self._judge is not None
+        return self.model_engine is not None or self._judge is not None
 
     @transfer(
         SCORE_PROTOCOL,
@@ -185,9 +181,8 @@ class RewardWorker(ModelWorker):
             return self._verified(batch, verifier)
         with self.phase("score"):
             # First: all ranks of a cut model take part in it, also should a function fail on one.
-            by_model = (
-                None if self._engine is None else self._engine.forward(batch).ragged("values")
-            )
+            engine = self.model_engine
+            by_model = None if engine is None else engine.forward(batch).ragged("values")
             ids, texts = self._responses(batch)
             scores = torch.zeros(len(batch), dtype=torch.float32)
             if not self._answers:
@@ -258,11 +253,9 @@ class RewardWorker(ModelWorker):
         if self._kind == "reward":
             found[OUTCOMES] = outcomes
         if self._steps:
-            bounds = torch.tensor([0, *map(len, steps)]).cumsum(0)
-            ends = torch.tensor([end for row in steps for end, _ in row], dtype=torch.int64)
-            rewards = torch.tensor([r for row in steps for _, r in row], dtype=torch.float32)
-            told = RaggedColumn(ends, bounds), RaggedColumn(rewards, bounds)
-            found |= zip(STEP_COLUMNS, told, strict=True)
+            ends = ragged([[end for end, _ in row] for row in steps], np.int64)
+            rewards = ragged([[reward for _, reward in row] for row in steps], np.float32)
+            found |= zip(STEP_COLUMNS, (ends, rewards), strict=True)
         return Batch.from_columns(found | columns)
 
     def _in_tokens(self, steps: StepRewards, ids: list[int]) -> StepRewards:
@@ -353,17 +346,10 @@ class RewardWorker(ModelWorker):
         return scores, outcomes, found.steps, columns
 
     def _report(self, scores: torch.Tensor, outcomes: torch.Tensor, config: RewardConfig) -> None:
-        counted = [score for score in scores.tolist() if not math.isnan(score)]
+        report_column_sums(self, {self._kind: scores.tolist()})
         right = int(is_right(outcomes, config.correct_at).sum())
-        self.report(
-            **{
-                f"{self._kind}_count": len(counted),
-                f"{self._kind}_dropped": len(scores) - len(counted),
-                f"{self._kind}_sum": sum(counted),
-                f"{self._kind}_square_sum": sum(score * score for score in counted),
-                f"{self._kind}_correct": right,
-            }
-        )
+        dropped = int(scores.isnan().sum())
+        self.report(**{f"{self._kind}_dropped": dropped, f"{self._kind}_correct": right})
 
     def _report_copies(
         self, rows: Sequence[Mapping[str, Any]], groups: Sequence[int] | None

@@ -72,15 +72,7 @@ def build_rollout_engine(
     requests = None if peers is None else LockstepRequests(engine, peers)
     tokenizer = load_tokenizer(source.tokenizer)
     if episode is not None:
-        return EpisodeGenerator(
-            engine,
-            episode,
-            tokenizer,
-            max_turns=config.max_turns,
-            max_turn_tokens=config.max_turn_tokens,
-            tool_timeout_s=config.tool_timeout_s,
-            requests=requests,
-        )
+        return EpisodeGenerator(engine, episode, tokenizer, config, requests)
     from hybridrl.environments.adapters.environment_adapter import MODEL_NAME
     from hybridrl.serving.agent_rollout import agent_generator
     from hybridrl.serving.renderer_chat import choose_renderer

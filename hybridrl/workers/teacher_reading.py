@@ -9,12 +9,11 @@ these spell, as far as the student has written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from hybridrl.batch.arrow_columns import RaggedColumn
 from hybridrl.batch.batch import TEACHER_CHUNKS, TEACHER_IDS, TEACHER_LOG_PROBS, Batch
@@ -23,6 +22,7 @@ from hybridrl.data.encoding import special_token_pattern
 from hybridrl.data.token_spelling import NO_TOKEN, TokenSpelling
 from hybridrl.errors import DataError
 from hybridrl.models.model_loading import load_tokenizer
+from hybridrl.rollout.rollout_engine import ragged
 from hybridrl.workers.training_engines import ModelSource
 
 _Numbers = npt.NDArray[np.int64]
@@ -91,14 +91,16 @@ class TeacherReading:
     def read(self, batch: Batch) -> tuple[Batch, list[TokenPath]]:
         """Return the samples in the teacher's tokens, and how the responses fit the student's."""
         paths = [self.read_response(row.tolist()) for row in batch.ragged("response_ids").rows()]
-        prompts, known = [], dict[tuple[int, ...], torch.Tensor]()
+        prompts, known = [], dict[tuple[int, ...], list[int]]()
         for row in batch.ragged("prompt_ids").rows():
             ids = tuple(row.tolist())
             if ids not in known:
-                known[ids] = torch.tensor(self._read_prompt(ids))
+                known[ids] = self._read_prompt(ids)
             prompts.append(known[ids])
-        responses = [torch.from_numpy(path.teacher) for path in paths]
-        columns = {"prompt_ids": _ragged(prompts), "response_ids": _ragged(responses)}
+        columns = {
+            "prompt_ids": ragged(prompts, np.int64),
+            "response_ids": ragged([path.teacher for path in paths], np.int64),
+        }
         return Batch.from_columns(columns), paths
 
     def read_response(self, ids: Sequence[int]) -> TokenPath:
@@ -151,14 +153,14 @@ class TeacherReading:
                 that token, and its likeliest tokens.
             top_k: How many of these.
         """
-        columns: dict[str, list[torch.Tensor]] = {TEACHER_IDS: [], TEACHER_LOG_PROBS: []}
+        columns: dict[str, list[npt.NDArray[Any]]] = {TEACHER_IDS: [], TEACHER_LOG_PROBS: []}
         said = zip(paths, scored.rows(), ids.rows(), log_probs.rows(), strict=True)
         for path, *row in said:
             parts = [part.double().numpy() for part in row]
             found = self.translate(path, parts[0], parts[1], parts[2], top_k)
             for column, values in zip(columns.values(), found, strict=True):
-                column.append(torch.from_numpy(values).float())
-        return Batch.from_columns({name: _ragged(rows) for name, rows in columns.items()})
+                column.append(values)
+        return Batch.from_columns({name: ragged(x, np.float32) for name, x in columns.items()})
 
     def translate(
         self,
@@ -262,6 +264,37 @@ class TeacherReading:
         return list(teacher.encode(text, add_special_tokens=not (is_chat and theirs is not None)))
 
 
+def score_responses(
+    reading: TeacherReading | None, batch: Batch, score: Callable[[Batch], RaggedColumn]
+) -> Batch:
+    """Return the `ref_log_probs` of the responses, as a teacher scores them; of one with a
+    tokenizer of its own those of chunks, and `teacher_chunks`."""
+    if reading is None:
+        return Batch.from_columns({"ref_log_probs": score(batch)})
+    read, paths = reading.read(batch)
+    return chunk_columns(paths, score(read))
+
+
+def list_top_tokens(
+    reading: TeacherReading | None,
+    batch: Batch,
+    ask: Callable[[Batch], Iterable[RaggedColumn]],
+    top_k: int,
+) -> Batch:
+    """Return the `teacher_ids` and `teacher_log_probs` of the responses, in the student's tokens.
+
+    Args:
+        reading: Of a teacher with a tokenizer of its own.
+        ask: Gives what the teacher says in the place of each of its tokens: the log-probability of
+            that token, and its `top_k` likeliest tokens with theirs.
+    """
+    if reading is None:
+        _, ids, log_probs = ask(batch)
+        return Batch.from_columns({TEACHER_IDS: ids, TEACHER_LOG_PROBS: log_probs})
+    read, paths = reading.read(batch)
+    return reading.top_columns(paths, *ask(read), top_k=top_k)
+
+
 def chunk_columns(paths: Sequence[TokenPath], scored: RaggedColumn) -> Batch:
     """Return the columns `ref_log_probs`, the teacher's log-probability of a chunk in equal
     parts on the student's tokens, and `teacher_chunks`, the chunk of each."""
@@ -273,9 +306,11 @@ def chunk_columns(paths: Sequence[TokenPath], scored: RaggedColumn) -> Batch:
         sums = np.bincount(theirs[inside], log_probs.numpy()[inside], minlength=count)
         sizes = np.bincount(ours[ours >= 0], minlength=count)
         shares = np.append(sums / np.maximum(sizes, 1), 0.0)
-        parts.append(torch.from_numpy(shares[ours].astype(np.float32)))
-        numbers.append(torch.from_numpy(ours))
-    return Batch.from_columns({"ref_log_probs": _ragged(parts), TEACHER_CHUNKS: _ragged(numbers)})
+        parts.append(shares[ours])
+        numbers.append(ours)
+    return Batch.from_columns(
+        {"ref_log_probs": ragged(parts, np.float32), TEACHER_CHUNKS: ragged(numbers, np.int64)}
+    )
 
 
 def _frame_prompts(
@@ -289,8 +324,3 @@ def _frame_prompts(
     messages.append({"role": "user", "content": _MARK})
     before, _, behind = render_chat(side.tokenizer, messages, context, ask=True).partition(_MARK)
     return before, behind
-
-
-def _ragged(rows: Sequence[torch.Tensor]) -> RaggedColumn:
-    lengths = torch.tensor([0, *map(len, rows)])
-    return RaggedColumn(torch.cat([*rows]) if rows else torch.empty(0), lengths.cumsum(0))

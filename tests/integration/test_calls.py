@@ -341,6 +341,23 @@ def test_odd_results_are_told_as_what_they_are(start, method, sentence):
         getattr(group(start()), method)().get()
 
 
+def test_a_call_that_one_rank_cannot_read_names_that_rank(start):
+    scorer = group(start())
+    _, second = scorer.process().get()
+
+    def refuse(pid):
+        if os.getpid() == pid:
+            raise ImportError("no such module here")
+
+    class Unreadable:
+        def __reduce__(self):
+            return refuse, (second,)
+
+    said = r"^scorer\.sleep failed on rank 1: .*could not be read: ImportError: no such module here"
+    with pytest.raises(WorkerError, match=said):
+        scorer.sleep(0.0, Unreadable()).get()
+
+
 def test_the_call_in_hand_and_the_rank_are_named_when_a_host_dies(start, tmp_path):
     (tmp_path / "logs").mkdir()
     executor = start(run_directory=tmp_path)

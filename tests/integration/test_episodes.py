@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from hybridrl import Turn
 from hybridrl.batch.batch import Batch
 from hybridrl.checks.check_list import check
+from hybridrl.config.schema import RolloutConfig
 from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.datasets import load_rows
 from hybridrl.data.tasks import calculator
@@ -103,9 +104,11 @@ def play():
             engine,
             episode,
             kind.pop("tokenizer", TOKENIZER),
-            max_turns=max_turns,
-            max_turn_tokens=max_turn_tokens,
-            tool_timeout_s=kind.pop("tool_timeout_s", PATIENCE_S),
+            RolloutConfig(
+                max_turns=max_turns,
+                max_turn_tokens=max_turn_tokens,
+                tool_timeout_s=kind.pop("tool_timeout_s", PATIENCE_S),
+            ),
         )
         built.append(rollout)
         prompts = [f"{row + 1}=" for row in range(rows)]
@@ -197,12 +200,12 @@ def test_an_engine_that_tokenizes_again_is_refused(play):
 
 def test_a_transcript_accepts_only_its_own_tokens():
     transcript = TokenTranscript([5, 6])
-    transcript.add_sampled([5, 6], [7, 8], [-1.0, -2.0])
+    transcript.add_sampled(EngineOutput(0, [5, 6], [7, 8], [-1.0, -2.0], "stop"))
     transcript.add_given([9])
     for wrong in ([5, 6, 7, 8], [5, 6, 78, 9], [5, 6, 7, 8, 9, 9]):
         with pytest.raises(RolloutError, match=r"differ from token [245] on"):
-            transcript.add_sampled(wrong, [1], [-1.0])
-    transcript.add_sampled([5, 6, 7, 8, 9], [1], [-1.0])
+            transcript.add_sampled(EngineOutput(0, wrong, [1], [-1.0], "stop"))
+    transcript.add_sampled(EngineOutput(0, [5, 6, 7, 8, 9], [1], [-1.0], "stop"))
     assert transcript.response_ids == [7, 8, 9, 1] and transcript.mask == [1, 1, 0, 1]
 
 
@@ -304,7 +307,7 @@ class Batches(ScriptedEngine):
         turns = [1 + row.count(EOS) for row in rows]
         texts = [[*ids("end" if turn == 3 else "ab"), EOS][: sampling.max_tokens] for turn in turns]
         return build_response_batch(
-            texts, [[-0.5] * len(text) for text in texts], ["stop" for _ in texts]
+            [EngineOutput(0, [], text, [-0.5] * len(text), "stop") for text in texts]
         )
 
 
@@ -380,9 +383,8 @@ def test_a_blocked_loop_is_replaced(play):
             return await super().step(response_text, response_ids)
 
     engine = ScriptedEngine(lambda row, turn: "a")
-    rollout = EpisodeGenerator(
-        engine, Blocks, TOKENIZER, max_turns=4, max_turn_tokens=None, tool_timeout_s=TIMEOUT_S
-    )
+    limits = RolloutConfig(max_turns=4, tool_timeout_s=TIMEOUT_S)
+    rollout = EpisodeGenerator(engine, Blocks, TOKENIZER, limits)
     batch = Batch.from_columns({"prompt_ids": [ids("1=")]})
     first = rollout.generate(batch, SamplingSettings(20), 0)
     engine.write = lambda row, turn: "end"
@@ -453,9 +455,8 @@ def test_episodes_are_closed_however_they_end(play):
 
 def test_it_ends_with_its_engine():
     engine = ScriptedEngine(None)
-    rollout = EpisodeGenerator(
-        engine, Echo, TOKENIZER, max_turns=1, max_turn_tokens=None, tool_timeout_s=1.0
-    )
+    limits = RolloutConfig(max_turns=1, tool_timeout_s=1.0)
+    rollout = EpisodeGenerator(engine, Echo, TOKENIZER, limits)
     rollout.close()
     assert engine.closed
 

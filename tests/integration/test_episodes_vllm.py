@@ -79,7 +79,9 @@ def play_with_vllm(rank, tmp_path):
     tokenizer = write_model(folder)
     (tmp_path / "tool.py").write_text(TOOL)
     spec = f"{tmp_path / 'tool.py'}:Tool"
-    config = RolloutConfig(kv_cache_gib=0.05, stop=["9"], episode=spec)
+    config = RolloutConfig(
+        kv_cache_gib=0.05, stop=["9"], episode=spec, max_turns=5, tool_timeout_s=20.0
+    )
     engine = VLLMEngine(
         EngineSetup(
             str(folder),
@@ -97,9 +99,7 @@ def play_with_vllm(rank, tmp_path):
         engine,
         load_episode_class(spec),
         tokenizer,
-        max_turns=5,
-        max_turn_tokens=None,
-        tool_timeout_s=20.0,
+        config,
     )
     prompts = [tokenizer(text)["input_ids"] for text in PROMPTS]
     batch = Batch.from_columns({"prompt_ids": prompts * COPIES, "prompt": PROMPTS * COPIES})

@@ -76,10 +76,10 @@ class OneTurn(SampleStream):
         samples = []
         for finished in done:
             transcript = TokenTranscript([1])
-            transcript.add_sampled([1], finished.token_ids, finished.log_probs)
+            transcript.add_sampled(finished._replace(prompt_ids=[1]))
             samples.append(EpisodeSample([transcript], [], 1.0, "stop"))
         keys = np.array([finished.key for finished in done], dtype=np.int64)
-        return build_episode_batch(samples, [], branching=False), keys
+        return build_episode_batch(samples), keys
 
 
 def play(rank):

@@ -25,7 +25,7 @@ from hybridrl.workers.reference_worker import ReferenceWorker
 class Teacher(ReferenceWorker):
     @transfer(ONE_TO_ALL)
     def save_model(self, folder: str) -> None:
-        self._engine.save(Path(folder))
+        self.model_engine.save(Path(folder))
 
 
 class Kept(Distill):

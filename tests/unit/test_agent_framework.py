@@ -5,6 +5,8 @@ import json
 import pytest
 from agent_cases import TRAINED, Pump, ScriptedEngine, endpoint_of, merging_tokenizer
 
+from hybridrl.serving.agent_session import SAMPLE
+
 smolagents = pytest.importorskip("smolagents")
 TOKENIZER = merging_tokenizer("plain")
 
@@ -34,10 +36,9 @@ def test_its_agent_plays_an_episode_whose_tokens_are_exact():
     engine.script = calls_a_tool_first
     pump = Pump(endpoint, engine)
     try:
-        session = endpoint.open_session("s", TRAINED, 0)
-        model = smolagents.OpenAIModel(
-            "m", api_base=endpoint.session_url(session), api_key=endpoint.session_token(session)
-        )
+        session = endpoint.sessions.open("s", TRAINED, 0)
+        token = endpoint.sessions.token(SAMPLE, session.name)
+        model = smolagents.OpenAIModel("m", api_base=endpoint.session_url(session), api_key=token)
         agent = smolagents.ToolCallingAgent([multiply], model, max_steps=4, verbosity_level=0)
         assert agent.run("What is 6 * 7?") == "42"
         branches = session.end()

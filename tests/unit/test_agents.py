@@ -165,7 +165,7 @@ def test_an_episode_that_fails_costs_itself(http, closing):
     assert batch["turns"].tolist() == [1, 1, 1], "what was sampled is there"
     assert [row.tolist() for row in batch["turn_rewards"].rows()] == [[1.0], [], []]
     assert batch["environment/steps"].tolist()[0] == 4.0
-    said = "\n".join(rollout.notices())
+    said = "\n".join(rollout.notices)
     assert said.count("the tool is broken") == 2, "once, with its line"
 
 
@@ -188,7 +188,7 @@ def test_failed_episodes_are_kept_with_row_traceback_and_transcript(
     assert [one["by"] for one in conversation[:2]] == ["program", "model"]
     assert all(one["text"] == tokenizer.decode(one["token_ids"]) for one in conversation)
     assert "hi" in conversation[0]["text"]
-    assert names[0] in "\n".join(rollout.notices())
+    assert names[0] in "\n".join(rollout.notices)
     again = FailedEpisodes(tmp_path / "failed", 1, "games.py:play", tokenizer)
     assert again.keep(None, EpisodeResult(0, 0.0, None, {}, "x", "error"), [], 0) is None, (
         "of a resumed run"
@@ -207,8 +207,8 @@ def test_a_program_that_ends_well_and_reports_nothing_scores_0_with_a_warning(ht
     rollout = rollout_of(ScriptedEngine(merging_tokenizer("plain")), play, name="command")
     closing(rollout)
     assert rollout.generate(rows(2), TRAINED, 0)["episode_rewards"].tolist() == [0.0, 0.0]
-    assert not rollout.notices()
-    (said,) = rollout.remarks()
+    assert not rollout.notices
+    (said,) = rollout.remarks
     assert said.startswith("A program ended with exit status 0, but reported no reward")
     assert "environment.options.report" in said
     assert "scores 0" in said
@@ -223,7 +223,7 @@ def test_a_failure_can_have_a_value_or_end_the_job(http, closing):
     closing(strict)
     with pytest.raises(RolloutError, match="the tool is broken"):
         strict.generate(rows(2), TRAINED, 0)
-    assert not strict.endpoint._sessions._open
+    assert not strict.endpoint.sessions._open
 
 
 def test_what_a_program_reports_goes_before_what_was_returned(http, closing):

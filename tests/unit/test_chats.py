@@ -1,6 +1,7 @@
 """Chats: messages become tokens, and a conversation that goes on keeps those that were sampled."""
 
 import json
+from functools import partial
 
 import pytest
 from agent_cases import TEMPLATES, WEATHER, letters, merging_tokenizer
@@ -8,7 +9,7 @@ from agent_cases import TEMPLATES, WEATHER, letters, merging_tokenizer
 from hybridrl.conversations.messages import read_messages
 from hybridrl.conversations.rendering import TemplateContext
 from hybridrl.serving.agent_session import TurnTokens
-from hybridrl.serving.messages import AssistantTurn, compute_prefix_keys
+from hybridrl.serving.messages import AssistantTurn, compute_conversation_key
 from hybridrl.serving.renderer_chat import LibraryRenderer, choose_renderer
 from hybridrl.serving.template_chat import ConversationError, TemplateRenderer
 
@@ -93,8 +94,7 @@ def test_a_template_that_refuses_says_so():
 
 
 def test_conversations_that_mean_the_same_have_one_name():
-    def key(messages, tools=()):
-        return list(compute_prefix_keys(messages, tools))[-1]
+    key = partial(compute_conversation_key, tools=())
 
     call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     same = {"id": "y", "type": "function", "function": {"name": "f", "arguments": '{ "a":1}'}}
@@ -102,10 +102,8 @@ def test_conversations_that_mean_the_same_have_one_name():
     assert key([said]) == key([{"role": "assistant", "content": "", "tool_calls": [same]}])
     other = same | {"function": {"name": "f", "arguments": '{"a": 2}'}}
     assert key([said]) != key([said | {"tool_calls": [other]}])
-    assert [*compute_prefix_keys([GO_ON], [], {"a": 1})] != [
-        *compute_prefix_keys([GO_ON], [], {"a": 2})
-    ]
-    assert key([GO_ON]) != key([GO_ON], [WEATHER]) and key([GO_ON]) != key([GO_ON, GO_ON])
+    assert key([GO_ON], options={"a": 1}) != key([GO_ON], options={"a": 2})
+    assert key([GO_ON]) != key([GO_ON], tools=[WEATHER]) and key([GO_ON]) != key([GO_ON, GO_ON])
     assert read_messages([said])[0]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
 
 

@@ -13,7 +13,7 @@ import pytest
 from agent_cases import TRAINED, WEATHER, Pump, ScriptedEngine, endpoint_of, merging_tokenizer
 
 from hybridrl.conversations.rendering import TemplateContext
-from hybridrl.serving.agent_session import REPORT, SAMPLE
+from hybridrl.serving.agent_session import ANY, REPORT, SAMPLE
 
 CALL = '<tool_call>{"name": "weather", "arguments": {"place": "Bern"}}</tool_call>'
 
@@ -33,9 +33,9 @@ class Served:
 
     def new_session(self, sampling=TRAINED):
         self.count += 1
-        self.session = self.endpoint.open_session(f"e{self.count}", sampling, seed=self.count)
+        self.session = self.endpoint.sessions.open(f"e{self.count}", sampling, self.count)
         self.url = self.endpoint.session_url(self.session)
-        self.token = self.endpoint.session_token(self.session)
+        self.token = self.endpoint.sessions.token(SAMPLE, self.session.name)
         return self.session
 
     def client(self):
@@ -43,7 +43,7 @@ class Served:
 
     def post(self, path, body, **headers):
         kind = REPORT if path.endswith("/reward") else SAMPLE
-        token = self.endpoint.session_token(self.session, kind)
+        token = self.endpoint.sessions.token(kind, self.session.name)
         if not path.startswith("/session/") and "X-Session-ID" not in headers:
             token = self.endpoint.token
         headers = {"Authorization": f"Bearer {token}"} | headers
@@ -399,19 +399,23 @@ def test_only_those_with_the_token_are_heard(shared, token):
 
 def test_a_token_is_for_one_session_and_one_purpose(shared):
     other, own = shared.session, shared.new_session()
-    token = shared.endpoint.session_token
+
+    def token(session, scope=SAMPLE):
+        return shared.endpoint.sessions.token(scope, session.name)
+
+    of_all = shared.endpoint.sessions.token(SAMPLE, ANY)
     chat, reward = "/session/{}/v1/chat/completions", "/session/{}/reward"
     asked = {"messages": USER, "reward": 1.0}
     for path, given, status in [
         (chat, token(own), 200),
-        (chat, shared.endpoint.sampling_token(), 200),
+        (chat, of_all, 200),
         (chat, token(other), 403),
         (chat, token(own, REPORT), 403),
         (chat, shared.endpoint.token, 403),
         (reward, token(own, REPORT), 200),
         (reward, token(other, REPORT), 403),
         (reward, token(own), 403),
-        (reward, shared.endpoint.sampling_token(), 403),
+        (reward, of_all, 403),
         (reward, shared.endpoint.token, 403),
         (reward, token(own, REPORT).replace("report", "sample"), 401),
         (reward, token(own, REPORT).replace(own.name, other.name), 401),
@@ -532,9 +536,9 @@ def test_requests_wait_for_a_generation_but_not_for_ever():
     for body in ({"messages": USER}, {"messages": USER, "stream": True}):
         answer = httpx.post(f"{endpoint.url}{CHAT}", json=body, headers=headers)
         assert answer.status_code == 503 and answer.headers["Retry-After"]
-    session = endpoint.open_session("e1", TRAINED, seed=1)
+    session = endpoint.sessions.open("e1", TRAINED, seed=1)
     session.under_way.update(range(-256, 0))
-    own = {"Authorization": f"Bearer {endpoint.session_token(session)}"}
+    own = {"Authorization": f"Bearer {endpoint.sessions.token(SAMPLE, session.name)}"}
     url = f"{endpoint.session_url(session)}/chat/completions"
     answer = httpx.post(url, json={"messages": USER}, headers=own)
     assert answer.status_code == 429 and "256 requests of this session" in answer.text

@@ -8,7 +8,12 @@ import torch
 
 from hybridrl.batch.batch import Batch
 from hybridrl.engine.hybrid_engine import HybridEngine
-from hybridrl.rollout.rollout_engine import BatchedEngine, SamplingSettings, build_response_batch
+from hybridrl.rollout.rollout_engine import (
+    BatchedEngine,
+    EngineOutput,
+    SamplingSettings,
+    build_response_batch,
+)
 from hybridrl.rollout.sample_generator import SingleTurnGenerator
 from hybridrl.workers.actor_worker import ActorWorker
 
@@ -26,7 +31,7 @@ class Rollout(BatchedEngine):
 
     def generate(self, batch, sampling, seed):
         token = self.weights["w"]
-        samples = build_response_batch([[token, 7]] * 2, [[-1.0, -1.0]] * 2, ["stop"] * 2)
+        samples = build_response_batch([EngineOutput(0, [], [token, 7], [-1.0, -1.0], "stop")] * 2)
         return samples if self.mask is None else samples.with_columns({"response_mask": self.mask})
 
     def load(self, weights):
@@ -83,7 +88,8 @@ def test_weights_are_the_newest_also_after_sleep(keeps):
 
 def test_training_weights_stay_away_while_samples_are_under_way():
     hybrid, worker = engine(Rollout(keeps=True)), ActorWorker.__new__(ActorWorker)
-    worker._engine, worker.context = hybrid, SimpleNamespace(role="actor")
+    worker._engine, worker.model_engine = hybrid, hybrid.train
+    worker.context = SimpleNamespace(role="actor")
     onloaded = []
     hybrid.train.onload = lambda: onloaded.append(hybrid.is_generating)
     worker.enter()

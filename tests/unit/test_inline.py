@@ -18,9 +18,12 @@ from hybridrl.controller import (
     Handle,
     InlineExecutor,
     Worker,
+    WorkerContext,
     WorkerGroup,
     transfer,
 )
+from hybridrl.controller.group_call import BuildRequest, RankAssignment
+from hybridrl.controller.worker_host import WorkerHost
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.layout.rank_mesh import MeshCoordinate, RankMesh
 
@@ -382,6 +385,13 @@ def test_an_exception_while_building_reaches_the_driver(executor):
 def test_two_roles_live_on_one_host(executor, group, batch):
     echo = WorkerGroup(executor, "echo", MeshWorker, [0])
     assert echo.echo(group.scale(batch)).collect()["y"].tolist() == [0, 3, 6, 9]
+
+
+def test_a_record_names_the_rank_and_not_the_part_of_the_rows():
+    host, part = WorkerHost(redirects=False), RankAssignment(index=1, parts=2)
+    host.run(BuildRequest("echo", MeshWorker, {}), WorkerContext("echo", rank=3, world_size=4))
+    assert host.make_record("echo", part, "echo").rank == 3
+    assert host.make_record("driver", part, "<lambda>").rank == 1
 
 
 def test_workers_are_closed_once():

@@ -22,6 +22,7 @@ from hybridrl.models.kept_tokens import KeptTokens
 from hybridrl.models.log_probs import token_log_probs
 from hybridrl.rollout import SamplingSettings
 from hybridrl.rollout.episode_batch import EpisodeSample, build_episode_batch
+from hybridrl.rollout.rollout_engine import EngineOutput
 from hybridrl.rollout.transcript import TokenTranscript
 from hybridrl.trainers.episode_branches import select_branch_tokens
 
@@ -33,6 +34,11 @@ def sets_of(*sets):
     for one in sets:
         found.add(one)
     return found
+
+
+def sampled(prompt_ids, token_ids, *sets):
+    log_probs = [-0.5] * len(token_ids)
+    return EngineOutput(0, prompt_ids, token_ids, log_probs, "stop", kept=sets_of(*sets))
 
 
 def as_lists(sets):
@@ -146,10 +152,10 @@ def test_a_part_of_the_tokens_keeps_its_own_sets():
 
 def test_a_transcript_keeps_the_sets_of_sampled_tokens_and_takes_turns_back():
     transcript = TokenTranscript([1])
-    transcript.add_sampled([1], [5], [-0.5], kept=sets_of(TokenSet(2, [4, 5])))
+    transcript.add_sampled(sampled([1], [5], TokenSet(2, [4, 5])))
     transcript.add_given([7, 7])
     before = transcript.mark()
-    transcript.add_sampled([1, 5, 7, 7], [6], [-0.5], kept=sets_of(TokenSet(1, [6])))
+    transcript.add_sampled(sampled([1, 5, 7, 7], [6], TokenSet(1, [6])))
     assert as_lists(transcript.kept) == ([2, 0, 0, 1], [4, 5, 6])
     transcript.return_to(before)
     assert as_lists(transcript.kept) == ([2, 0, 0], [4, 5])
@@ -157,11 +163,11 @@ def test_a_transcript_keeps_the_sets_of_sampled_tokens_and_takes_turns_back():
 
 def test_each_branch_of_an_episode_has_its_own_sets():
     first, last = TokenTranscript([1]), TokenTranscript([2])
-    first.add_sampled([1], [5], [-0.5], kept=sets_of(TokenSet(2, [4, 5])))
+    first.add_sampled(sampled([1], [5], TokenSet(2, [4, 5])))
     first.add_given([7])
-    last.add_sampled([2], [6, 8], [-0.5, -0.5], kept=sets_of(TokenSet(-1, [3]), WHOLE_VOCABULARY))
+    last.add_sampled(sampled([2], [6, 8], TokenSet(-1, [3]), WHOLE_VOCABULARY))
     episode = EpisodeSample([first, last], [], 1.0, "stop")
-    batch = build_episode_batch([episode], [[1]], branching=True, keeps_sets=True)
+    batch = build_episode_batch([episode], [[1]], keeps_sets=True)
     both = batch.take([0, 0]).with_columns({"branch": torch.tensor([0, 1])})
     found = select_branch_tokens(both).ragged(KEPT_SETS).rows()
     assert [row.tolist() for row in found] == [[2, 0, 4, 5], [-1, 0, 3]]

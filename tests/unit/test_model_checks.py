@@ -2,6 +2,7 @@
 tried by `make campaign`."""
 
 import shutil
+import threading
 
 import pytest
 from campaigns.models import base, changed, classify, cut, deeper, renamed, sound, split
@@ -103,7 +104,7 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch):
 
     monkeypatch.setattr(hub, "HUB_TIMEOUT_S", 0.05)
     monkeypatch.setattr(
-        "huggingface_hub.HfApi.repo_info", lambda *_, **__: hub.threading.Event().wait(5)
+        "huggingface_hub.HfApi.repo_info", lambda *_, **__: threading.Event().wait(5)
     )
     with pytest.raises(ConfigError, match=r"has not answered within 0\.05 s"):
         check_hub_model("ours/nope", "model.path")

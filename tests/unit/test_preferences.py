@@ -3,6 +3,7 @@
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -354,8 +355,8 @@ def test_the_divergence_of_a_step_is_a_mean_over_its_rows_and_not_negative():
 )
 def test_a_prompt_gets_a_response_to_another_one_where_there_is_one(prompts, own):
     """With pairs in the order of the file, neighbours have the same prompt."""
-    prompt_ids = ragged([torch.tensor([ord(prompt)]) for prompt in prompts], torch.int64)
-    response_ids = ragged([torch.tensor([n]) for n in range(len(prompts))], torch.int64)
+    prompt_ids = ragged([[ord(prompt)] for prompt in prompts], np.int64)
+    response_ids = ragged([[n] for n in range(len(prompts))], np.int64)
     columns = {"prompt_ids": prompt_ids, "response_ids": response_ids}
     found = kto.swap_responses(Batch.from_columns({**columns, "response_mask": response_ids}))
     sources = found.ragged("response_ids").values.tolist()

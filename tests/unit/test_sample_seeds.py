@@ -25,15 +25,17 @@ SAMPLING = SamplingSettings(max_tokens=4)
 ROWS, PER_PROMPT = 12, 3
 
 
+def one_token_each(ids):
+    return build_response_batch([EngineOutput(0, [], [one], [0.0], "stop") for one in ids])
+
+
 class Engine(BatchedEngine):
     """Answers with its seed."""
 
     cost, rollout = None, property(SingleTurnGenerator)
 
     def generate(self, batch, sampling, seed):
-        samples = build_response_batch(
-            [[one] for one in seed], [[0.0]] * len(seed), ["stop"] * len(seed)
-        )
+        samples = one_token_each(seed)
         return add_response_mask(samples).with_columns({"policy_version": torch.zeros(len(seed))})
 
     def poll(self):
@@ -50,9 +52,7 @@ class Player(SampleGenerator):
     def begin(self, task):
         task, first = task.block()
         seeds, requests = task.seeds, self.requests
-        samples = build_response_batch(
-            [[one] for one in seeds], [[0.0]] * len(seeds), ["stop"] * len(seeds)
-        )
+        samples = one_token_each(seeds)
 
         class Played(SampleStream):
             def _collect(self, least, refresh):
@@ -118,7 +118,7 @@ def drawn(workers, sampling=SAMPLING):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_noise_depends_on_the_step_and_the_sample_and_on_no_rank(kind, monkeypatch):
-    monkeypatch.setattr(generator, "report_samples", lambda *_: None)
+    monkeypatch.setattr(generator, "report_generation", lambda *_: None)
     alone, two = [KINDS[kind](0, 1)], [KINDS[kind](rank, 2) for rank in range(2)]
     steps = [drawn(alone) for _ in range(3)]
     assert [drawn(two) for _ in range(3)] == steps

@@ -179,7 +179,9 @@ def test_a_batched_engine_gives_every_sample_of_a_request(samples):
 
         def generate(self, batch, sampling, seed):
             ids = [[s] * len(p) for s, p in zip(seed, batch["prompt_ids"].rows(), strict=True)]
-            return build_response_batch(ids, [[0.0] * len(i) for i in ids], ["stop"] * len(ids))
+            return build_response_batch(
+                [EngineOutput(0, [], i, [0.0] * len(i), "stop") for i in ids]
+            )
 
     found, rows = stream(Whole(), [2, 1], copies=samples).next_samples(2 * samples)
     assert sorted(rows) == list(range(2 * samples))

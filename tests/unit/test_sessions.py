@@ -5,7 +5,8 @@ import random
 import pytest
 from agent_cases import TRAINED
 
-from hybridrl.serving.agent_session import AgentSession, SampledTurn
+from hybridrl.rollout.rollout_engine import EngineOutput
+from hybridrl.serving.agent_session import AgentSession
 
 
 def session(**options):
@@ -14,7 +15,8 @@ def session(**options):
 
 def turn(prompt_ids, token_ids, version=0):
     log_probs = [-0.1 * token for token in token_ids]
-    return SampledTurn(prompt_ids, token_ids, log_probs, [version] * len(token_ids), "stop")
+    versions = [version] * len(token_ids)
+    return EngineOutput(0, prompt_ids, token_ids, log_probs, "stop", versions=versions)
 
 
 def test_a_prompt_that_goes_on_extends_a_branch():

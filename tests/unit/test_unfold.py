@@ -17,7 +17,7 @@ from hybridrl.batch.row_balancing import split_by_runs
 from hybridrl.config.schema import AlgorithmConfig
 from hybridrl.errors import DataError
 from hybridrl.rollout.episode_batch import EpisodeSample, build_episode_batch
-from hybridrl.rollout.rollout_engine import ragged
+from hybridrl.rollout.rollout_engine import EngineOutput, ragged
 from hybridrl.rollout.transcript import TokenTranscript
 from hybridrl.trainers.episode_branches import select_branch_tokens
 from hybridrl.trainers.update_columns import (
@@ -54,7 +54,7 @@ def episodes(draw):
         "greedy_scores": torch.randn(count, generator=generator),
         "group_id": torch.arange(count) // 3,
         "turn_rewards": ragged(
-            [torch.randn(n, generator=generator).tolist() for n in rewarded], torch.float32
+            [torch.randn(n, generator=generator).tolist() for n in rewarded], np.float32
         ),
     }
     by_token = {"response_mask": mask, "turn": turn.to(torch.int32)}
@@ -163,7 +163,7 @@ def test_the_credit_of_turns_by_hand():
         {
             "scores": torch.tensor([1.5, 2.0]),
             "group_id": torch.tensor([4, 4]),
-            "turn_rewards": ragged([[1.0, 0.0], []], torch.float32),
+            "turn_rewards": ragged([[1.0, 0.0], []], np.float32),
             "response_mask": packed(torch.tensor([1, 1, 0, 1, 1], dtype=torch.uint8), [4, 1]),
             "turn": packed(torch.tensor([0, 0, 0, 1, 0], dtype=torch.int32), [4, 1]),
         }
@@ -181,7 +181,7 @@ def test_a_score_below_the_rewards_of_turns_is_told_as_that():
         {
             "scores": torch.tensor([0.0, 1.0]),
             "group_id": torch.tensor([4, 4]),
-            "turn_rewards": ragged([[1.0], [1.0]], torch.float32),
+            "turn_rewards": ragged([[1.0], [1.0]], np.float32),
             "response_mask": packed(torch.ones(4, dtype=torch.uint8), [2, 2]),
             "turn": packed(torch.tensor([0, 1, 0, 1], dtype=torch.int32), [2, 2]),
         }
@@ -199,7 +199,7 @@ def test_the_kl_of_a_turn_is_taken_off_its_reward():
         {
             "scores": torch.tensor([1.0, 1.0]),
             "group_id": torch.tensor([4, 4]),
-            "turn_rewards": ragged([[1.0, 0.0], [1.0, 0.0]], torch.float32),
+            "turn_rewards": ragged([[1.0, 0.0], [1.0, 0.0]], np.float32),
             "response_mask": packed(torch.tensor([1, 1, 0, 1, 1, 1], dtype=torch.uint8), lengths),
             "turn": packed(torch.tensor([0, 0, 0, 1, 0, 1], dtype=torch.int32), lengths),
             "log_probs": packed(kl - 3.0, lengths),
@@ -217,7 +217,7 @@ def test_rewards_of_turns_lie_at_their_ends_for_a_critic():
     batch = Batch.from_columns(
         {
             "scores": torch.tensor([1.5]),
-            "turn_rewards": ragged([[1.0, 0.0]], torch.float32),
+            "turn_rewards": ragged([[1.0, 0.0]], np.float32),
             "response_mask": packed(torch.tensor([1, 1, 0, 1], dtype=torch.uint8), [4]),
             "turn": packed(torch.tensor([0, 0, 0, 1], dtype=torch.int32), [4]),
             "values": packed(torch.zeros(4), [4]),
@@ -235,7 +235,8 @@ def transcript(prompt, *turns, first=0):
         if number % 2:
             found.add_given(tokens)
         else:
-            found.add_sampled(found.token_ids, tokens, [-0.5] * len(tokens), None, first)
+            output = EngineOutput(0, found.token_ids, tokens, [-0.5] * len(tokens), "stop")
+            found.add_sampled(output, first)
             first += 1
     return found
 
@@ -249,7 +250,7 @@ def test_each_row_gets_the_tokens_of_its_branch():
             *([], 0.5, "stop"),
         ),
     ]
-    batch = build_episode_batch(samples, [[1, 2], [5], [1]], branching=True)
+    batch = build_episode_batch(samples, [[1, 2], [5], [1]])
     assert batch["branches"].tolist() == [1, 0, 3] and batch["turns"].tolist() == [2, 0, 3]
     assert [p.tolist() for p in batch["prompt_ids"].rows()] == [[1, 2], [5], [2]]
     assert batch["environment/n"][0] == 2.0 and batch["environment/n"][1:].isnan().all()
@@ -264,7 +265,7 @@ def test_each_row_gets_the_tokens_of_its_branch():
     assert column("response_mask") == [[1, 0, 1, 1], [1, 1], [1], [1, 0]]
     assert column("turn") == [[0, 0, 1, 1], [0, 0], [1], [0, 0]]
     assert len(select_branch_tokens(rows.slice(0, 0))) == 0
-    assert len(build_episode_batch([], [], branching=True)) == 0
+    assert len(build_episode_batch([], [])) == 0
 
 
 @given(st.lists(st.integers(1, 4), max_size=8), st.integers(1, 5))

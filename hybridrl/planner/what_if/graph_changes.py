@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from hybridrl.batch.call_record import DRIVER_ROLE
 from hybridrl.planner.step.graph_replay import NO_PLACE, WorkGraph, WorkNode
-from hybridrl.planner.what_if.recorded_graph import DRIVER_ROLE, OTHER_PHASE
+from hybridrl.planner.what_if.recorded_graph import OTHER_PHASE
 
 OWN = "own"
 """In place of devices: as many as before, which nobody else has."""

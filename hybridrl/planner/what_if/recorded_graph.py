@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from hybridrl.batch.call_record import CallRecord
+from hybridrl.batch.call_record import DRIVER_ROLE, CallRecord
 from hybridrl.planner.step.graph_replay import NO_PLACE, WorkGraph, WorkNode
 
 OTHER_PHASE = "other"
 """What a call does outside of its phases."""
-DRIVER_ROLE = "driver"
 BESIDE = ", beside"
 """The end of the name of a place that is a device's second thread."""
 _MIN_SEGMENT_SECONDS = 1e-4

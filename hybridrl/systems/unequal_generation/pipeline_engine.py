@@ -20,6 +20,7 @@ from hybridrl.models.model_loading import load_model_config, load_tokenizer
 from hybridrl.quantization.low_bit_linear import LowBitLinear
 from hybridrl.rollout.rollout_engine import (
     BatchedEngine,
+    EngineOutput,
     EngineSetup,
     SamplingSettings,
     build_response_batch,
@@ -83,11 +84,8 @@ class PipelineEngine(BatchedEngine):
                 [prompts[row] for row in rows], [seeds[row] for row in rows], sampling
             )
             done.update(zip(rows, found, strict=True))
-        columns = [done[row] for row in range(len(prompts))]
         return build_response_batch(
-            [tokens for tokens, _, _ in columns],
-            [log_probs for _, log_probs, _ in columns],
-            [reason for _, _, reason in columns],
+            [EngineOutput(row, [], *done[row]) for row in range(len(prompts))]
         )
 
     @torch.no_grad()
