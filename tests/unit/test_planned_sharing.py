@@ -169,6 +169,6 @@ def test_a_model_that_cannot_be_built_without_weights_is_not_planned(tmp_path, m
 
     Qwen2Config(**SHAPE | {"vocab_size": 136}).save_pretrained(tmp_path)
     for module in ("hybridrl.models.model_shape", "hybridrl.planner.job_roles"):
-        monkeypatch.setattr(f"{module}.build_language_model", build)
+        monkeypatch.setattr(f"{module}.build_meta_language_model", build)
     with pytest.raises(NotPlannedError, match="cannot be called on meta tensors"):
         planned(tmp_path, 256)

@@ -90,11 +90,11 @@ class RecordedRun:
         Raises:
             ConfigError: if the folder lacks something.
         """
-        config, cluster, placement = load_recorded_job(folder)
         try:
             steps = RunReader(folder).steps()
         except DataError as error:
             raise ConfigError(str(error)) from error
+        config, cluster, placement = load_recorded_job(folder)
         kept = steps[_WARMUP_STEPS:][-last:] or steps
         return cls(folder, config, cluster, placement, kept)
 
