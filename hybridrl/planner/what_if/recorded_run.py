@@ -31,6 +31,9 @@ time in them."""
 
 _T = TypeVar("_T")
 
+_BUILT_MODEL_FOLDERS = (INITIAL_MODEL, MODEL)
+"""Where the model of a run is that was made on the spot: as it began, and as it ended."""
+
 
 def load_recorded_job(folder: Path) -> tuple[Config, ClusterSpec, Placement]:
     """Load the settings of a run, its devices and where its roles lived. The settings include those
@@ -40,18 +43,10 @@ def load_recorded_job(folder: Path) -> tuple[Config, ClusterSpec, Placement]:
     Raises:
         ConfigError: if the folder lacks one of them, or they cannot be read.
     """
-    files = [folder / name for name in (SETTINGS, CLUSTER, PLACEMENT)]
-    for file in files:
-        if not file.is_file():
-            raise ConfigError(
-                f"{folder} has no {file.name}. Name the folder of a run, such as runs/latest, "
-                "which has made a step."
-            )
-    settings_file, cluster_file, placement_file = files
+    settings_file, cluster_file, placement_file = _find_job_files(folder)
     config = load_run_config(settings_file)
     if config.model.path is None:
-        # As it began, and as it ended.
-        built = [folder / INITIAL_MODEL, folder / MODEL]
+        built = [folder / name for name in _BUILT_MODEL_FOLDERS]
         made = next((one for one in built if one.is_dir()), built[0])
         config = replace(config, model=replace(config.model, path=str(made)))
     cluster = _read(cluster_file, ClusterSpec.from_json)
@@ -60,6 +55,17 @@ def load_recorded_job(folder: Path) -> tuple[Config, ClusterSpec, Placement]:
         return apply_changes(config, settings), cluster, placement
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"{placement_file} has settings that cannot be: {error}") from None
+
+
+def _find_job_files(folder: Path) -> list[Path]:
+    files = [folder / name for name in (SETTINGS, CLUSTER, PLACEMENT)]
+    for file in files:
+        if not file.is_file():
+            raise ConfigError(
+                f"{folder} has no {file.name}. Name the folder of a run, such as runs/latest, "
+                "which has made a step."
+            )
+    return files
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,7 @@ class RecordedRun:
         Raises:
             ConfigError: if the folder lacks something.
         """
+        _find_job_files(folder)
         try:
             steps = RunReader(folder).steps()
         except DataError as error:
