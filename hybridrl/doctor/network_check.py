@@ -58,7 +58,7 @@ def check_host_name() -> DoctorFinding:
         )
     try:
         answer = asking.result()
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter of a name that no resolver is asked for
         return report_note("host name", f"{name} is not resolved: {error}", cure)
     try:
         with socket.socket() as one:

@@ -13,6 +13,8 @@ _MORE_NAMES = re.compile(
     r"RAY_.*|(.*_)?(PAT|TOKEN)|.*(PASSWORD|PASSWD|SECRET|CREDENTIAL|ACCESS_KEY).*", re.IGNORECASE
 )
 """Of variables alone: those of Ray, and names that have that of a secret anywhere."""
+_PASSWORD = re.compile(r"://[^/\s@]*:[^/\s@]+@")
+"""In an address, with any characters, also such that end it in a sentence (`url_secrets`)."""
 
 
 def without_secrets(variables: Mapping[str, str], passed: Collection[str]) -> dict[str, str]:
@@ -37,5 +39,6 @@ def passing_hint(failure: str, setting: str, passed: Collection[str]) -> str:
 
 def _is_kept(name: str, value: str, passed: Collection[str]) -> bool:
     is_secret = is_secret_name(name) or _MORE_NAMES.fullmatch(name) is not None
-    has_secret = bool(url_secrets(value)) and not name.lower().endswith("_proxy")
+    is_address = bool(url_secrets(value)) or _PASSWORD.search(value) is not None
+    has_secret = is_address and not name.lower().endswith("_proxy")
     return (is_secret or has_secret) and not any(fnmatchcase(name, known) for known in passed)

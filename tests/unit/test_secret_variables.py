@@ -21,6 +21,7 @@ SECRETS = {
     "DB_PASSWORD": "x",
     "PGPASSWORD": "x",
     "DATABASE_URL": "postgres://user:word@host/x",
+    "BROKER_URL": "amqp://user:wo'rd@host/x",
 }
 OTHERS = {
     "PATH": "/bin",
