@@ -153,6 +153,12 @@ def test_what_was_recorded_is_replayed_as_it_was():
     assert find_slowest_rank(graph)[0] == NodeFilter("actor", ranks=frozenset([0]))
 
 
+def test_a_graph_begins_and_ends_with_its_calls_if_nobody_says_when():
+    """As docs/planning.md makes one."""
+    assert replay_graph(build_recorded_graph(STEP)).makespan == pytest.approx(7.9)
+    assert replay_graph(build_recorded_graph([])).makespan == 0
+
+
 def test_hosts_whose_clocks_differ():
     ahead = {0: 0.5, 1: -0.25}
     shifted = []

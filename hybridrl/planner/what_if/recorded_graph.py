@@ -39,8 +39,8 @@ class CallSegment(NamedTuple):
 
 def build_recorded_graph(
     records: Sequence[CallRecord],
-    begin: float,
-    end: float,
+    begin: float | None = None,
+    end: float | None = None,
     offsets: Mapping[int, float] | None = None,
 ) -> WorkGraph:
     """Build the graph of the calls of one step or of several.
@@ -52,14 +52,15 @@ def build_recorded_graph(
 
     Args:
         records: One per call and rank, as an executor gives them.
-        begin, end: When the driver began and ended, seconds since the epoch by its clock.
+        begin, end: When the driver began and ended, seconds since the epoch by its clock; None:
+            with the first and the last call.
         offsets: Seconds that the clock of a device's host is ahead of the driver's, by device.
     """
     # Hosts work in the order of calls.
     done = sorted((r for r in records if r.host >= 0 and r.end), key=lambda r: (r.call, r.rank))
     shift = {record.host: (offsets or {}).get(record.host, 0.0) for record in done}
     starts = [record.start - shift[record.host] for record in done]
-    origin = min([*starts, begin])
+    origin = min([*starts, *([] if begin is None else [begin])], default=0.0)
     places = max((record.host for record in done), default=-1) + 1
     first = min(starts, default=origin) - origin
     names = [f"device {place}" for place in range(places)]
@@ -99,7 +100,7 @@ def build_recorded_graph(
         last_of_place[place] = len(nodes) - 1
         last_of_call.setdefault(record.call, []).append(len(nodes) - 1)
     after_all = tuple(node for some in last_of_call.values() for node in some) or (0,)
-    rest = max(0.0, end - origin - max(ends))
+    rest = 0.0 if end is None else max(0.0, end - origin - max(ends))
     nodes.append(WorkNode(DRIVER_ROLE, "end", 0, 0, rest, after=after_all))
     return WorkGraph(nodes, names)
 
