@@ -52,10 +52,10 @@ class Trainer(PolicyTrainer):
         else:
             rows = select_best_per_prompt(samples.collect(columns).to_pylist())
         actor = self.groups["actor"]
-        chosen = samples.take(rows)
-        # A table of its own, so that nothing else of the step stays in memory.
-        same = chosen.apply(lambda x: x, KEPT_COLUMNS, makes=KEPT_COLUMNS, on=actor, together=1)
-        self.pool.append(same)
+        kept = samples.take(rows).apply(
+            _keep_answers, KEPT_COLUMNS, makes=KEPT_COLUMNS, on=actor, together=1
+        )
+        self.pool.append(kept)
         parts = self.mini_batches(BatchRef.concat(list(self.pool)))
         updates = [actor.update_supervised(part.select(*UPDATE_COLUMNS)) for part in parts]
         return StepResult(samples, updates, {"expert/answers": float(len(rows))})
@@ -69,6 +69,11 @@ class Trainer(PolicyTrainer):
     def load_state(self, state: Mapping[str, Any]) -> None:
         super().load_state(state)
         self.pool.extend(self.put(_build_batch(rows)) for rows in state["pool"])
+
+
+def _keep_answers(batch: Batch) -> Batch:
+    """Return the rows as a table of their own, so that nothing else of the step stays in memory."""
+    return batch
 
 
 def select_distinct_correct(

@@ -60,7 +60,7 @@ class PartialRollouts:
             # Tables of their own, so that nothing else of the step stays in memory.
             rest, of = samples.take(np.flatnonzero(~complete)), sorted(prompts.columns.certain)
             copy = partial(rest.apply, on=self._actor, together=self._per_prompt)
-            self._kept = copy(lambda x: x, of, makes=of)
+            self._kept = copy(_keep_prompts, of, makes=of)
             self._kept |= copy(_carry, self._columns, makes=self._columns)
         self._feed.hold({g for g, done in zip(groups, complete, strict=True) if not done})
         return samples.take(np.flatnonzero(complete))
@@ -109,6 +109,10 @@ class PartialRollouts:
             self._kept = self._feed.put(rows.select(of)) | self._feed.put(
                 rows.select(self._columns)
             )
+
+
+def _keep_prompts(rows: Batch) -> Batch:
+    return rows
 
 
 def _carry(rows: Batch) -> Batch:
