@@ -128,7 +128,7 @@ def numbers(count):
     return Batch.from_columns({"x": torch.arange(count)})
 
 
-@pytest.mark.parametrize("way", ["direct", "relayed"])
+@pytest.mark.parametrize("way", ["direct", pytest.param("relayed", marks=pytest.mark.more)])
 def test_a_role_that_runs_beside_others_does_not_wait_for_them(start, tmp_path, monkeypatch, way):
     if way == "relayed":
         monkeypatch.setattr("hybridrl.ray_backend.ray_executor.MAX_DIRECT_HOSTS", 0)
@@ -151,7 +151,7 @@ def test_a_call_that_hangs_beside_others_is_named(start):
         beside.sleep(60.0, 1).get()
 
 
-@pytest.mark.parametrize("way", ["direct", "relayed"])
+@pytest.mark.parametrize("way", ["direct", pytest.param("relayed", marks=pytest.mark.more)])
 def test_calls_over_hosts(start, tmp_path, monkeypatch, way):
     """One executor for all that leaves it in order: starting one takes seconds."""
     if way == "relayed":
@@ -295,7 +295,7 @@ def test_a_failure_that_nobody_asks_about_is_reported_at_the_end(start):
 def test_calls_under_way_are_finished_at_the_end(start, tmp_path):
     with start() as executor:
         scorer = group(executor)
-        threading.Timer(5.0, (tmp_path / "gate").touch).start()
+        threading.Timer(1.0, (tmp_path / "gate").touch).start()
         scorer.wait_for_file(executor.put(numbers(2)), str(tmp_path / "gate"))
     assert (tmp_path / "gate").exists()
 

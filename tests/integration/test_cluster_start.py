@@ -119,7 +119,7 @@ os.kill(os.getpid(), signal.SIGTERM)
 """
 
 
-@pytest.mark.parametrize("address", ["joined", "local"])
+@pytest.mark.parametrize("address", ["joined", pytest.param("local", marks=pytest.mark.more)])
 def test_sigterm_is_still_handled_when_ray_has_ended(nodes, address):
     code, output = run(HANDLING, nodes[0].cluster if address == "joined" else address)
     assert code == 0 and "handled" in output, output

@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.ray]
 LONG = [*SHORT, "trainer.steps=100000", "rollout=transformers"]
 
 
+@pytest.mark.more
 def test_a_killed_worker_is_named_and_ends_the_job(command):
     run = command(*LONG)
     run.wait_for_step(2)

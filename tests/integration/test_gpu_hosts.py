@@ -113,8 +113,9 @@ with ray_executor.RayExecutor("cuda", 3, connection=ClusterConnection(None)) as 
 """
 
 
+@pytest.mark.more
 @pytest.mark.ray
-@pytest.mark.parametrize("noset", ["0", pytest.param("1", marks=pytest.mark.more)])
+@pytest.mark.parametrize("noset", ["0", "1"])
 def test_hosts_on_a_node_of_which_another_job_has_a_gpu(noset, monkeypatch):
     for name in ("OMP_NUM_THREADS", "RAY_ADDRESS"):
         monkeypatch.delenv(name, raising=False)
