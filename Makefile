@@ -25,7 +25,7 @@ test-unit: .venv/.installed
 	$(BIN)/python -m pytest tests/unit -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 # Products of cases, slow and random tests of what `make test` covers, and the benchmarks that take
-# less than a minute: half an hour. Continuous integration runs it after `make test`.
+# half a minute: half an hour. Continuous integration runs it after `make test`.
 ifeq ($(ARGS),)
 test-more: .venv/.installed
 	$(BIN)/python -m pytest tests/unit -m "more and not long" -n auto --maxprocesses 8 --dist worksteal

@@ -23,7 +23,7 @@ def model(tmp_path) -> Path:
     )
 
 
-@pytest.mark.more
+@pytest.mark.long
 @pytest.mark.ray
 def test_adapters_are_the_same_on_all_ranks_and_in_all_runs_of_one_seed(run, model, tmp_path):
     pytest.importorskip("peft")

@@ -11,19 +11,10 @@ from pages import ROOT
 
 pytestmark = pytest.mark.timeout(1200)
 SECONDS = {
-    *(
-        "codecs",
-        "dispatch",
-        "distillation",
-        "loading",
-        "output_head",
-        "packing",
-        "paper_placements",
-    ),
-    *("content_cache", "plan_at_size", "reshard", "sandbox", "shared_prompts", "weight_sync"),
-    "unwaited_generation",
+    *("codecs", "content_cache", "dispatch", "distillation", "output_head", "packing"),
+    *("paper_placements", "reshard", "sandbox", "weight_sync"),
 }
-"""What takes less than a minute is for `make test-more`, all others for `make test-long`."""
+"""What takes half a minute is for `make test-more`, all others for `make test-long`."""
 HOSTS = pytest.mark.skipif(
     os.geteuid() != 0 or not shutil.which("ip"), reason="makes hosts: needs root and iproute2"
 )

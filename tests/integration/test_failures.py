@@ -35,7 +35,9 @@ def test_a_killed_worker_with_vllm(command):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]
+)
 def test_an_interrupt_saves_what_there_is(command, number):
     run = command(*LONG)
     run.wait_for_step(3)
@@ -118,7 +120,7 @@ def test_a_machine_that_runs_out_of_memory_is_named_with_who_uses_it(command):
     assert "Traceback" not in run.output
 
 
-@pytest.mark.more
+@pytest.mark.long
 def test_a_full_disk_is_a_sentence(command):
     run = command(*LONG)
     run.directory.mkdir(exist_ok=True)

@@ -61,7 +61,7 @@ def test_sigterm_while_the_job_starts_is_for_another_time_too(command):
     assert not (told.directory / "lock.json").exists()
 
 
-@pytest.mark.more
+@pytest.mark.long
 def test_sigterm_to_ray_as_well_ends_it_within_the_grace(command):
     told = command(*JOB, "trainer.steps=100000", "checkpoint.every=2", "recover.grace_s=20")
     told.wait_for_step(3)

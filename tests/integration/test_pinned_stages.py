@@ -50,7 +50,7 @@ def test_a_job_in_this_process_has_nothing_to_isolate(tmp_path, monkeypatch, cap
     assert os.sched_getaffinity(0) == usable
 
 
-@pytest.mark.more
+@pytest.mark.long
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_pins_of_hosts_change_no_figure(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(core_isolation, "WINDOW", 1)
