@@ -273,6 +273,7 @@ def test_a_program_is_judged_once_whatever_is_said_around_it(tmp_path):
     assert judge(tmp_path, RIGHT, tests=[{"input": "", "output": "4"}]) == ([0.0], 0)
 
 
+@pytest.mark.more
 def test_programs_that_a_signal_ends_are_judged_each_time(tmp_path):
     """The system may have sent it, for want of memory."""
     killed = "```python\nimport os\ndef f(x):\n    os.abort()\n```"
@@ -297,6 +298,7 @@ def test_without_namespaces_only_what_passes_is_kept(monkeypatch):
         assert isinstance(found, TransientScore) == transient
 
 
+@pytest.mark.more
 def test_programs_that_take_too_long_are_judged_each_time(tmp_path):
     for _ in range(2):
         assert judge(tmp_path, SLOW, SLOW, cpu_s=1, total_s=3) == ([0.0, 0.0], 0)

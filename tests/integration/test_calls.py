@@ -371,6 +371,7 @@ def test_the_call_in_hand_and_the_rank_are_named_when_a_host_dies(start, tmp_pat
     assert "other-0.log" in str(error.value)
 
 
+@pytest.mark.more
 def test_a_deadline_counts_work_and_not_waiting(start):
     """Each call takes less than the limit, both after each other more."""
     executor = start(timeout_s=9.0)
@@ -387,6 +388,7 @@ def _slowly(rows: Batch) -> Batch:
     return Batch.from_columns({"slow": rows["x"] * 1})
 
 
+@pytest.mark.more
 def test_a_reply_that_is_lost_is_noticed(start):
     executor = start(timeout_s=6.0)
     scorer = group(executor)

@@ -208,9 +208,8 @@ def two_engines(rank, name, setup):
     return both, there._process.returncode
 
 
-@pytest.mark.parametrize(
-    "name", ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.more])]
-)
+@pytest.mark.more
+@pytest.mark.parametrize("name", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
 def test_an_engine_in_a_process_of_its_own(name, setup, tmp_path):
     (((there, here), code),) = run_ranks(two_engines, tmp_path, 1, name, setup)
     for column in ("response_ids", "rollout_log_probs"):

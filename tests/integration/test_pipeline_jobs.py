@@ -4,7 +4,6 @@ import json
 
 import pytest
 from settings import LEARNS, SHORT
-from tiers import few_of
 
 from hybridrl.systems.unequal_generation.generation_plan import (
     GenerationPlan,
@@ -35,8 +34,9 @@ def lines_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.more
 @pytest.mark.ray
-@pytest.mark.parametrize("place", few_of(PLACES, [*PLACES][:1]))
+@pytest.mark.parametrize("place", PLACES)
 def test_rounded_weights_follow_the_trainers_and_samples_are_weighed(run, plan, place):
     folder = run(*SHORT, "ray.address=auto", *USES, plan(), *PLACES[place])
     steps = [line for line in lines_of(folder) if "mismatch/k3" in line]

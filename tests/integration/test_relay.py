@@ -211,6 +211,7 @@ def test_memory_does_not_grow_with_the_calls(ray, many, groups):
     assert grown < resident + (20 << 20)
 
 
+@pytest.mark.more
 def test_an_exception_is_told_with_its_traceback(few):
     with pytest.raises(WorkerError, match=r"tiny\.fail failed on rank 1: .*no such luck") as caught:
         few().fail().get()
