@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -240,12 +240,13 @@ def _is_split_file(file: Path, split: str) -> bool:
 
 
 def _glob_visible(pattern: Path) -> list[Path]:
-    parts = pattern.parts
-    first = next((i for i, part in enumerate(parts) if any(c in part for c in "*?[")), None)
-    if first is None:
+    root, rest = Path(), deque(pattern.parts)
+    # What is there under its very name is no pattern: folders may have brackets in theirs.
+    while rest and (not any(c in rest[0] for c in "*?[") or (root / rest[0]).exists()):
+        root /= rest.popleft()
+    if not rest:
         return []
-    root = Path(*parts[:first])
-    found = root.glob(str(Path(*parts[first:])))
+    found = root.glob(str(Path(*rest)))
     visible = (f for f in found if not any(p.startswith(".") for p in f.relative_to(root).parts))
     return sorted(file for file in visible if file.is_file())
 

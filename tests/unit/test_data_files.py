@@ -44,6 +44,16 @@ def test_parquet_file_folder_and_glob(tmp_path):
         assert read_rows(path)["prompt"].to_pylist() == ["p1", "p2"]
 
 
+def test_a_folder_may_have_brackets_in_its_name(tmp_path):
+    folder = tmp_path / "run[1]*"
+    write_lines(folder / "train.jsonl", [{"prompt": "a"}])
+    write_lines(folder / "test.jsonl", [{"prompt": "b"}])
+    write_lines(tmp_path / "run1" / "train.jsonl", [{"prompt": "another"}])
+    assert list_splits(str(folder)) == ["train", "test"]
+    for path in (folder, folder / "tr*.jsonl", folder / "train.jsonl"):
+        assert read_rows(str(path))["prompt"].to_pylist() == ["a"]
+
+
 def test_split_chooses_files_of_a_folder(tmp_path):
     write_lines(tmp_path / "train.jsonl", [{"prompt": "a"}])
     write_lines(tmp_path / "test.jsonl", [{"prompt": "b"}])
