@@ -80,6 +80,7 @@ def test_a_model_that_cannot_be_planned_is_a_notice(monkeypatch, tmp_path, capsy
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(model_shape, "measure_token_bytes", fail)
     monkeypatch.setattr(model_shape, "_counted", {})
+    monkeypatch.setattr(model_shape, "_few_layers", {})
     monkeypatch.setattr(planner, "_SHAPES", {})
     run(load_config([*TINY, "run.dry=true"]))
     said = " ".join(capsys.readouterr().err.split())
