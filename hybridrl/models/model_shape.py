@@ -32,7 +32,12 @@ from hybridrl.models.activation_checkpointing import (
     set_activation_checkpointing,
 )
 from hybridrl.models.hidden_matrices import list_hidden_matrices
-from hybridrl.models.language_model import architecture_key, build_meta_language_model, decoder_of
+from hybridrl.models.language_model import (
+    architecture_key,
+    build_meta_language_model,
+    class_of,
+    decoder_of,
+)
 from hybridrl.models.lora import add_adapters, find_frozen_linears
 from hybridrl.models.tensor_plan import read_tensor_plan
 from hybridrl.models.token_bytes import (
@@ -325,8 +330,9 @@ class _FewLayers:
 
     def _build_pair(self) -> tuple[PreTrainedModel, PreTrainedModel]:
         config, dtype, lora, parts = self._of_model
+        scalar = class_of(config) is None  # of a few types that have no other class
         shallow, deep = (
-            _build(narrow_config(config, 1, n), dtype, False, lora) for n in self._depths
+            _build(narrow_config(config, 1, n), dtype, scalar, lora) for n in self._depths
         )
         if parts > 1:
             for few, depth in zip((shallow, deep), self._depths, strict=True):

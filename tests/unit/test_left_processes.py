@@ -121,7 +121,9 @@ def test_a_killed_launcher_is_no_way_out(folder):
 
     with RewardPool([f"{folder}/leaves.py:score"]) as pool:
         pool.score([{"prompt": "", "response": str(folder / "reward"), "answer": ""}])
-        (folder / "reward" / "empty").unlink()  # that one has no variable
+        unknown = folder / "reward" / "empty"  # that one has no variable
+        unknown_pid = int(unknown.read_text())
+        unknown.unlink()
         (launcher,) = children(os.getpid())
         leaves = {int(file.read_text()) for file in (folder / "reward").iterdir()}
         ended = {launcher, *children(launcher)} - leaves
@@ -131,6 +133,7 @@ def test_a_killed_launcher_is_no_way_out(folder):
         (folder / "reward" / "third").write_text(str(launcher))
         assert pool.score([{"prompt": "quiet", "response": "", "answer": ""}]).scores == [1.0]
         assert left_in(folder / "reward") == []
+    os.kill(unknown_pid, signal.SIGKILL)
 
 
 def children(pid):
