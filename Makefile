@@ -3,6 +3,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # Where pip finds CPU builds of PyTorch if the usual index has none; asked for that package only.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
+# Containers often set it; then every process that a test or a job starts compiles the library anew.
+unexport PYTHONDONTWRITEBYTECODE
 TORCH := $(shell grep '^torch==' requirements/cpu.txt)
 
 .PHONY: train test test-unit test-more test-long bench-smoke chaos campaign golden lint format docs clean

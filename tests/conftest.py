@@ -26,14 +26,18 @@ UNIT = Path(__file__).parent / "unit"
 HEAVY = {"ray", "vllm"}
 
 
+@pytest.fixture(scope="session")
+def all_are_unit_tests(request):
+    return all(item.path.is_relative_to(UNIT) for item in request.session.items)
+
+
 @pytest.fixture(autouse=True, scope="module")
-def unit_tests_need_no_ray_and_no_vllm(request):
+def unit_tests_need_no_ray_and_no_vllm(request, all_are_unit_tests):
     """Fails a module of `tests/unit` that brings Ray or vLLM into the process."""
     if not request.path.is_relative_to(UNIT):
         yield
         return
-    alone = all(item.path.is_relative_to(UNIT) for item in request.session.items)
-    before = set() if alone else HEAVY & sys.modules.keys()
+    before = set() if all_are_unit_tests else HEAVY & sys.modules.keys()
     yield
     brought = HEAVY & sys.modules.keys() - before
     assert not brought, f"{request.path.name}, or a unit test before it, imported {brought}."

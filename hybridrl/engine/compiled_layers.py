@@ -1,14 +1,17 @@
 """`actor.compile`: transformer layers compiled by torch, with one graph for all layers of a kind.
 
-Attention and collectives stay as they are, between the compiled parts: the one is a fused kernel
-already, and has the bounds of the samples, which differ from batch to batch. So what a layer keeps
-for its backward is what attention keeps, and what the compiler keeps of the parts before and after
-it.
+Attention, linear attention and collectives stay as they are, between the compiled parts. Attention
+is a fused kernel already, and has the bounds of the samples, which differ from batch to batch. A
+linear attention whose kernel is not installed loops over pieces of a sample, and would be compiled
+anew for each number of them. So what a layer keeps for its backward is what attention keeps, and
+what the compiler keeps of the parts before and after it.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
+import sys
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -31,6 +34,11 @@ from hybridrl.system.dtypes import AUTO_DTYPE
 _log = logging.getLogger(__name__)
 
 _BACKEND = "inductor"
+_MOST_GRAPHS = 64
+"""Of the forward of a class of layers: with and without gradients, of one row and of several, and
+of each kind of mixer and of feed-forward that its layers have. Torch's own limit is 8."""
+_KERNELS = "hub_kernels.py"
+"""What in transformers puts the kernels of other packages in the place of its own functions."""
 MEMORY_BUDGETS = {SELECTIVE_CHECKPOINTING: 0.8, BLOCK_CHECKPOINTING: 0.0}
 """What the parts of compiled layers may keep by `actor.gradient_checkpointing`, from 0, their
 inputs, to 1, what makes them quickest: about two thirds of it are results of matrix products."""
@@ -63,14 +71,36 @@ def compile_layers(
         )
         return False
     AttentionInterface.register(PACKED_ATTENTION, dynamo.disable(packed_attention))
+    dynamo.config.recompile_limit = max(_MOST_GRAPHS, dynamo.config.recompile_limit)
     kinds = set(model.inner._no_split_modules or ())
     compiled = partial(torch.compile, dynamic=True)
     if (budget := MEMORY_BUDGETS.get(kept)) is not None:
         compiled = partial(compiled, backend=_budget_backend(budget))
     for module in model.inner.modules():
         if type(module).__name__ in kinds:
+            _leave_out_kernels(type(module).__module__)
             module.forward = _with_fallback(module, compiled(module.forward))
     return True
+
+
+@cache
+def _leave_out_kernels(modeling: str) -> None:
+    """Keep the functions of a module of transformers out of graphs that have, or could have, a
+    kernel of another package in their place."""
+    import torch._dynamo as dynamo
+
+    functions = vars(sys.modules[modeling])
+    for name, function in list(functions.items()):
+        if inspect.isfunction(function) and _takes_kernel(function):
+            functions[name] = dynamo.disable(function)
+
+
+def _takes_kernel(function: Callable[..., Any] | None) -> bool:
+    while function is not None:
+        if inspect.isfunction(function) and function.__code__.co_filename.endswith(_KERNELS):
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Layers of a kind share their compiled graphs, however many there are."""
+"""Layers of a kind share their compiled graphs, and so do samples, whatever their lengths."""
 
 import logging
 from functools import partial
@@ -20,12 +20,14 @@ from hybridrl.models.packed_models import CausalPolicy
 from hybridrl.models.packed_samples import PackedSamples
 from hybridrl.models.shrunk_config import shrink_config
 
-LENGTHS = [(20, 33), (17, 40, 9)]
-"""Tokens of the samples of two micro-batches."""
+LENGTHS = [(20, 33), (40,), (17, 150, 9), (140,), (21, 40)]
+OTHER_LENGTHS = [(270,), (230, 30), (15, 15, 15)]
+"""Tokens of the samples of micro-batches. A row alone, and rows that fill one piece of a linear
+attention behind others, have graphs of their own."""
 CASES = [(family, kept, False) for family in FAMILIES for kept in ("none", "full")]
 CASES += [(family, kept, True) for family, kept, _ in CASES if family in ("qwen3_moe", "mixtral")]
 """Family, what checkpointing keeps, and whether routers repeat choices."""
-FEWEST = {"lfm2": 4, "qwen3_5_text": 4, "qwen3_next": 4}
+FEWEST = {"jamba": 6, "lfm2": 4, "qwen3_5_text": 4, "qwen3_next": 4}
 """Layers with which each kind of layer has stood behind each other kind, if 2 are too few."""
 
 
@@ -49,8 +51,8 @@ def batch_of(lengths, routing, replays):
     return Batch.from_columns(columns)
 
 
-def graphs_of(family, layers, kept, replays):
-    """Graphs that are compiled to score and to learn from two micro-batches, twice."""
+def graphs_of(family, layers, kept, replays, batches):
+    """Graphs that are compiled to score and to learn from micro-batches."""
     rows, settings = FAMILIES[family]
     config = AutoConfig.for_model(family, **settings)
     if hasattr(config, "first_k_dense_replace"):
@@ -65,7 +67,7 @@ def graphs_of(family, layers, kept, replays):
     assert routing or not replays
     policy = CausalPolicy(model, rows)
     compile_layers(policy, "true", CPU)
-    for lengths in 2 * LENGTHS:
+    for lengths in batches:
         samples = PackedSamples.of(batch_of(lengths, routing, replays), CPU, rows)
         with torch.no_grad():
             policy.eval()(samples)
@@ -90,6 +92,7 @@ def tier_of(case):
 def test_graphs_do_not_grow_with_layers(caplog, family, kept, replays):
     with caplog.at_level(logging.WARNING):
         fewest = FEWEST.get(family, 2)
-        few, more = (graphs_of(family, fewest + n, kept, replays) for n in (0, 2))
+        few = graphs_of(family, fewest, kept, replays, LENGTHS)
+        more = graphs_of(family, fewest + 2, kept, replays, LENGTHS + OTHER_LENGTHS)
     assert 0 < few == more
     assert "recompile_limit" not in caplog.text
