@@ -75,7 +75,7 @@ class VLLMEngine(RolloutEngine):
         self._recorder: vllm_routes.RouteRecorder | None = None
         self._sampler: SamplerRecorder | None = None
         self._running: dict[str, Request] = {}
-        self._dropped: set[int] = set()  # of these, where others of the same request go on
+        self._dropped: set[int] = set()  # of greedy requests that go on for others
         self._weights = 0  # how often they have changed
         self._pieces: WeightPieces = {}
         self._guesses = bool(config.engine_options.get(SPECULATIVE_OPTION))
@@ -106,57 +106,51 @@ class VLLMEngine(RolloutEngine):
 
     def start(self, request: Request) -> None:
         self._take_cache()
-        greedy = request.sampling.temperature == 0  # one sample stands for all
-        samples = 1 if greedy else request.samples
-        parameters = self._parameters(request.sampling, samples, request.seed)
-        parameters.output_kind = RequestOutputKind.FINAL_ONLY
-        key = str(request.key)
-        ids, salt = request.prompt_ids, str(self._weights)
+        if request.sampling.temperature == 0:  # one sample stands for all
+            self._start(request)
+            return
+        for number in range(request.samples):  # vLLM gives all samples of one request at once
+            key, seed = request.key + number, request.seed + number
+            self._start(request._replace(key=key, seed=seed, samples=1))
+
+    def _start(self, request: Request) -> None:
+        name, ids, salt = str(request.key), request.prompt_ids, str(self._weights)
         prompt = {"type": "token", "prompt_token_ids": ids, "cache_salt": salt}
         lora = None if self._adapters is None else self._adapters.request
-        self._llm.llm_engine.add_request(key, prompt, parameters, lora_request=lora)
-        self._running[key] = request
+        parameters = self._parameters(request.sampling, request.seed)
+        self._llm.llm_engine.add_request(name, prompt, parameters, lora_request=lora)
+        self._running[name] = request
 
     def poll(self, enough: Enough | None = None) -> list[EngineOutput]:
         """Run one step of the engine: one more token for each running sample."""
         self._groups.enter()
-        found = []
         with self._first_time():
             outputs = self._llm.llm_engine.step()
-        for output in outputs:
-            if output.finished:
-                request = self._running.pop(output.request_id)
-                alike = request.samples // len(output.outputs)
-                routes = {
-                    answer.index: self._routes(output, answer)
-                    for answer in output.outputs
-                    if self._replays
-                }
-                kept = {
-                    answer.index: self._sampler.take(
-                        *(request.sampling, (output.request_id, answer.index)),
-                        *(len(answer.token_ids), getattr(answer.sampling_mask, "token_ids", ())),
-                    )
-                    for answer in output.outputs
-                    if self._sampler is not None
-                }
-                answers = [answer for answer in output.outputs for _ in range(alike)]
-                found += [
-                    EngineOutput(
-                        int(output.request_id) + number,
-                        list(output.prompt_token_ids),
-                        list(answer.token_ids),
-                        list(answer.logprobs.logprobs),
-                        answer.finish_reason,
-                        *(routes.get(answer.index), kept.get(answer.index)),
-                    )
-                    for number, answer in enumerate(answers)
-                ]
+        found = [one for output in outputs if output.finished for one in self._finish(output)]
         if self._dropped:
             kept = [finished for finished in found if finished.key not in self._dropped]
             self._dropped.difference_update(finished.key for finished in found)
             return kept
         return found
+
+    def _finish(self, output: Any) -> Iterator[EngineOutput]:
+        """Yield the output for each sample that the one of a request stands for."""
+        name = output.request_id
+        request, (answer,) = self._running.pop(name), output.outputs
+        routes = self._routes(output, answer) if self._replays else None
+        kept = None
+        if self._sampler is not None:
+            masks = getattr(answer.sampling_mask, "token_ids", ())
+            kept = self._sampler.take(request.sampling, name, len(answer.token_ids), masks)
+        for number in range(request.samples):
+            yield EngineOutput(
+                request.key + number,
+                list(output.prompt_token_ids),
+                list(answer.token_ids),
+                list(answer.logprobs.logprobs),
+                answer.finish_reason,
+                *(routes, kept),
+            )
 
     def progress(self) -> dict[int, int]:
         return {key: request.num_output_tokens for key, request, _ in self._under_way()}
@@ -176,7 +170,7 @@ class VLLMEngine(RolloutEngine):
                 name = str(key)  # of a request of one sample
                 masks = [m for c in state.sampling_mask_chunks for m in c.to_nested_list()]
                 sampling = self._running[name].sampling
-                kept = self._sampler.take(sampling, (name, 0), len(tokens), masks)
+                kept = self._sampler.take(sampling, name, len(tokens), masks)
             found.append(EngineOutput(key, prompt, tokens, log_probs, UNFINISHED, None, kept))
         self.cancel()
         return found
@@ -186,8 +180,7 @@ class VLLMEngine(RolloutEngine):
         engine = self._llm.llm_engine
         states = engine.output_processor.request_states
         for name, request in engine.engine_core.engine_core.scheduler.requests.items():
-            key, number = vllm_routes.find_sample(engine, name)
-            yield int(key) + number, request, states[name]
+            yield int(vllm_routes.find_request_name(engine, name)), request, states[name]
 
     def abort(self, keys: Iterable[int]) -> None:
         keys = set(keys)
@@ -254,9 +247,8 @@ class VLLMEngine(RolloutEngine):
             self._llm.wake_up(tags=["kv_cache"])
             self._has_cache = True
 
-    def _parameters(self, sampling: SamplingSettings, samples: int, seed: int) -> SamplingParams:
+    def _parameters(self, sampling: SamplingSettings, seed: int) -> SamplingParams:
         return SamplingParams(
-            n=samples,
             seed=seed,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -270,12 +262,13 @@ class VLLMEngine(RolloutEngine):
             detokenize=bool(sampling.stop),
             logprobs=0,
             flat_logprobs=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
     def _routes(self, request: Any, answer: Any) -> vllm_routes.ExpertRoutes:
         if self._recorder is not None:
             tokens = len(request.prompt_token_ids) + len(answer.token_ids) - 1
-            return self._recorder.take(request.request_id, answer.index, tokens)
+            return self._recorder.take(request.request_id, tokens)
         return vllm_routes.select_routes(self._worker.get_model(), answer.routed_experts)
 
     @property

@@ -39,12 +39,9 @@ def select_routes(model: nn.Module, routes: ExpertRoutes | None) -> ExpertRoutes
     return found.astype(find_routes_dtype(model))
 
 
-def find_sample(engine: Any, name: str) -> tuple[str, int]:
-    """Return request and number of a sample from the engine's own name of it."""
-    state = engine.output_processor.request_states[name]
-    if (parent := state.parent_req) is None:
-        return state.external_req_id, 0
-    return parent.external_req_id, int(name.split("_", 1)[0])  # the name begins with the number
+def find_request_name(engine: Any, name: str) -> str:
+    """Return the name under which a request was given to vLLM from vLLM's own name of it."""
+    return str(engine.output_processor.request_states[name].external_req_id)
 
 
 class RouteRecorder:
@@ -61,27 +58,20 @@ class RouteRecorder:
         self._layers = list_expert_layers(worker.get_model())
         self._dtype = find_routes_dtype(worker.get_model())
         self._step: dict[int, Tensor] = {}
-        self._of_samples: dict[tuple[str, int], list[ExpertRoutes]] = {}
+        self._of_requests: dict[str, list[ExpertRoutes]] = {}
         for number, layer in enumerate(self._layers):
             layer.router.set_capture_fn(partial(self._step.__setitem__, number))
         self._execute = self._runner.execute_model
         self._runner.execute_model = self._watched
 
-    def take(self, request: str, number: int, tokens: int) -> ExpertRoutes:
-        """Return the routes of a finished sample and drop them here.
-
-        Args:
-            request: The name under which its prompt was given to the engine.
-            number: Of the sample, among those of the prompt.
-            tokens: So many, the first.
-        """
-        return np.concatenate(self._of_samples.pop((request, number)))[:tokens]
+    def take(self, request: str, tokens: int) -> ExpertRoutes:
+        """Return the routes of the first tokens of a finished request, and drop it here."""
+        return np.concatenate(self._of_requests.pop(request))[:tokens]
 
     def forget(self, requests: Collection[str]) -> None:
-        """Drop all samples of these requests, by the names of their prompts."""
-        for request, number in list(self._of_samples):
-            if request in requests:
-                del self._of_samples[request, number]
+        """Drop these requests."""
+        for request in requests:
+            self._of_requests.pop(request, None)
 
     def _watched(self, scheduled: Any, *args: Any, **options: Any) -> Any:
         self._step.clear()
@@ -96,7 +86,7 @@ class RouteRecorder:
         chosen = np.stack([self._step[n].numpy() for n in range(len(self._layers))], axis=1)
         for place, name in enumerate(batch.req_ids):
             count = tokens[name]
-            held = self._of_samples.setdefault(find_sample(self._engine, name), [])
+            held = self._of_requests.setdefault(find_request_name(self._engine, name), [])
             before = int(batch.num_computed_tokens_cpu[place])
             known = sum(map(len, held))
             if before > known:

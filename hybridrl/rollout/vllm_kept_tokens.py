@@ -20,7 +20,7 @@ from hybridrl.batch.kept_sets import (
 )
 from hybridrl.errors import RolloutError
 from hybridrl.rollout.rollout_engine import SamplingSettings
-from hybridrl.rollout.vllm_expert_routes import find_sample
+from hybridrl.rollout.vllm_expert_routes import find_request_name
 
 
 def list_end_free_sets(tokens: int, least: int, ends: Collection[int]) -> KeptSets:
@@ -56,7 +56,7 @@ class SamplerRecorder:
     def __init__(self, engine: Any, worker: Any, ends: Collection[int], *, watches: bool) -> None:
         self._engine, self._runner, self._ends = engine, worker.model_runner, ends
         self._vocabulary = worker.vllm_config.model_config.get_vocab_size()
-        self._of_samples: dict[tuple[str, int], dict[int, TokenSet]] = {}
+        self._of_requests: dict[str, dict[int, TokenSet]] = {}
         self._watches = watches
         if watches:
             sampler = self._runner.sampler.topk_topp_sampler
@@ -66,18 +66,16 @@ class SamplerRecorder:
     def take(
         self,
         sampling: SamplingSettings,
-        name: tuple[str, int],
+        request: str,
         tokens: int,
         masks: Iterable[Sequence[int]] = (),
     ) -> KeptSets:
-        """Return the sets of the first tokens of a sample, and drop all of it here.
+        """Return the sets of the first tokens of a request, and drop all of it here.
 
         Args:
-            name: Under which its prompt was given to the engine, and its number among the samples
-                of that.
             masks: Those that vLLM reports, on GPUs.
         """
-        held, found = self._of_samples.pop(name, {}), KeptSets()
+        held, found = self._of_requests.pop(request, {}), KeptSets()
         if sampling.temperature == 0 or not filters_tokens(sampling):
             return list_end_free_sets(
                 tokens, sampling.min_tokens, [*self._ends, *sampling.stop_token_ids]
@@ -95,9 +93,9 @@ class SamplerRecorder:
         return found
 
     def forget(self, requests: Collection[str]) -> None:
-        """Drop all samples of these requests, by the names of their prompts."""
-        for name in [name for name in self._of_samples if name[0] in requests]:
-            del self._of_samples[name]
+        """Drop these requests."""
+        for request in requests:
+            self._of_requests.pop(request, None)
 
     def _watched(self, *args: Any, **options: Any) -> Any:
         sampled, log_probs = self._draw(*args, **options)
@@ -107,5 +105,6 @@ class SamplerRecorder:
         ):
             # A prompt that is read in parts is drawn from after each; the last one counts.
             place = int(batch.num_tokens_no_spec[row] - batch.num_prompt_tokens[row])
-            self._of_samples.setdefault(find_sample(self._engine, name), {})[place] = found
+            name = find_request_name(self._engine, name)
+            self._of_requests.setdefault(name, {})[place] = found
         return sampled, log_probs
