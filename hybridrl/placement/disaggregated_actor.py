@@ -7,12 +7,14 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from hybridrl.batch.stream_parts import STREAM_PARTS
 from hybridrl.config.schema import LOSSY_WEIGHT_SYNCS, Config
 from hybridrl.controller import BatchRef, Handle, WorkerGroup
 from hybridrl.system.cluster_spec import DeviceSlot
 from hybridrl.system.deferred_interrupts import interrupts_deferred
 
+STREAM_PARTS = 4
+"""The number of parts in which samples leave the generator, so that some are scored while others
+are still generated."""
 _TRIALS = 2
 """Of each way to pack weights, where the faster one is found by measuring; the best one counts."""
 

@@ -19,7 +19,6 @@ from hybridrl.algorithms import (
 )
 from hybridrl.batch.batch import ROUTED_EXPERTS, Batch
 from hybridrl.batch.kept_sets import KEPT_SETS
-from hybridrl.batch.stream_parts import count_part_rows
 from hybridrl.checkpoint.engine_state.training_state import load_training_state
 from hybridrl.config.schema import (
     ActorConfig,
@@ -169,8 +168,8 @@ class ActorWorker(TrainedModelWorker):
         `finish_reason`, `policy_version`; of episodes also the columns of `episode_batch`.
 
         Args:
-            parts: Return those that have finished first, `count_part_rows`; `take_sequences`
-                returns the others.
+            parts: Return those that have finished first, about one of so many parts;
+                `take_sequences` returns the others.
         """
         assert self.rows is not None and self._engine.rollout is not None
         seeds = self._seeds.next(self.rows, sampling.series)
@@ -187,15 +186,14 @@ class ActorWorker(TrainedModelWorker):
 
     @transfer(THREE_D_ALL_MICRO_DP, makes=GENERATED_COLUMNS, may_make=list_optional_columns)
     def take_sequences(self, part: int, parts: int) -> Batch:
-        """Return samples that have finished since the last call, `count_part_rows` of those that
-        `generate_sequences` has begun; the last part has all that are left."""
+        """Return the samples that have finished since the last call, about one of `parts` of those
+        that `generate_sequences` has begun; the last part has all that are left."""
         return self._take(part, parts)
 
     def _take(self, part: int, parts: int) -> Batch:
         assert self._engine.rollout is not None
         is_last, count = part == parts - 1, len(self._rows)
-        least = count if is_last else count_part_rows(count, part, parts)
-        samples, rows = self._engine.take(least, is_last)
+        samples, rows = self._engine.take(count if is_last else -(-count // parts), is_last)
         version, begun = self._engine.policy_version, self._begun
         samples = add_policy_version(samples, version, keeps_tokens=begun is not None)
         before = begun and begun.take(rows)

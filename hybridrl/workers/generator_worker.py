@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.batch.batch import Batch
-from hybridrl.batch.stream_parts import count_part_rows
 from hybridrl.config.schema import EnvironmentConfig, RolloutConfig
 from hybridrl.controller import (
     ONE_TO_ALL,
@@ -181,7 +180,7 @@ class GeneratorWorker(ModelWorker):
 
     @transfer(THREE_D_ALL_MICRO_DP, makes=GENERATED_COLUMNS, may_make=list_optional_columns)
     def take_sequences(self, part: int, parts: int) -> Batch:
-        """Return the samples that have finished since the last call, `count_part_rows` of all.
+        """Return the samples that have finished since the last call, about one of `parts` of all.
         The columns are those of `ActorWorker.generate_sequences`."""
         with self.phase("generate"):
             samples, rows = self._finished(part, parts)
@@ -209,7 +208,7 @@ class GeneratorWorker(ModelWorker):
 
     def _finished(self, part: int, parts: int) -> tuple[Batch, np.ndarray]:
         place = self.coordinates()["rollout_dp"]
-        share = count_part_rows(-(-self._total // place.size), part, parts)
+        share = -(-self._total // (place.size * parts))
         least = share if part < parts - 1 else self._total
         refresh = self._refresh if self._in_flight else None
         samples, rows = self._samples.next_samples(least, refresh)

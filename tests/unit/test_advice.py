@@ -232,14 +232,13 @@ def test_a_healthy_run_gets_no_alarm(run_of, healthy):
 
 
 def test_predictions_come_from_the_replay(run_of):
-    """Three of six seconds are scores; four times as fast, 2.25 s less. Beside generation, of one
-    second, all but the last tenth."""
+    """Three of six seconds are scores; four times as fast, 2.25 s less."""
     seconds = {"generate": 1.0, "score": 3.0, "train": 2.0}
     (advice, *_) = advise(run_of(seconds=seconds, number=2, devices=((0, 1), (0, 1))))
     assert advice.numbers["change"] == pytest.approx(-2.25 / 6, abs=0.01)
     assert "reward.processes=4" in advice.action and "38% less" in advice.action
-    assert advice.numbers["overlapped"] == pytest.approx(-0.9 / 6, abs=0.01)
-    assert "up to 15% less" in advice.action
+    assert advice.numbers["overlapped"] == pytest.approx(-0.75 / 6, abs=0.01)
+    assert "up to 12% less" in advice.action
 
 
 def test_one_device_is_not_told_to_be_two(run_of):

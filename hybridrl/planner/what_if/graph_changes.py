@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hybridrl.batch.call_record import DRIVER_ROLE
-from hybridrl.batch.stream_parts import STREAM_PARTS, count_part_rows
 from hybridrl.planner.step.graph_replay import NO_PLACE, WorkGraph, WorkNode
 from hybridrl.planner.what_if.recorded_graph import OTHER_PHASE
 
@@ -103,20 +102,19 @@ def move_role(
     return WorkGraph(nodes, names)
 
 
-def overlap_scoring(graph: WorkGraph, role: str) -> WorkGraph:
-    """Return the graph with samples scored in parts, each as it leaves the generator, not all once
-    the last is made.
+def overlap_scoring(graph: WorkGraph, role: str, parts: int) -> WorkGraph:
+    """Return the graph with samples scored in this many equal parts, each as it leaves the
+    generator, not all once the last is made.
 
     Args:
         role: Whose scoring keeps no device from generating, such as reward functions.
     """
-    last = count_part_rows(100, STREAM_PARTS - 1, STREAM_PARTS) / 100
     nodes: list[WorkNode] = []
     generating: list[float] = []  # seconds of the generation that each node comes right after
     for node in graph.nodes:
         before = max((generating[number] for number in node.after), default=0.0)
         if node.role == role and node.phase == "score":
-            hidden = min(node.seconds, before) * (1 - last)
+            hidden = min(node.seconds, before) * (1 - 1 / parts)
             node = node._replace(seconds=node.seconds - hidden)
             before -= hidden
         elif node.phase == "generate":

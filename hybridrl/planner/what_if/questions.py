@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from hybridrl.config.changed import Setting
 from hybridrl.errors import ConfigError
 from hybridrl.placement import GENERATOR_ROLE
+from hybridrl.placement.disaggregated_actor import STREAM_PARTS
 from hybridrl.planner.step.graph_replay import NO_PLACE, ReplayResult, WorkGraph, replay_graph
 from hybridrl.planner.what_if.graph_changes import (
     OWN,
@@ -126,7 +127,7 @@ def predict_step(run: RecordedRun, question: WhatIfQuestion) -> WhatIfPrediction
     if question.settings or question.devices is not None:
         graph, unseen, source = replan_graph(run, graph, question.settings, question.devices)
     if question.overlap_scoring:
-        graph = overlap_scoring(graph, _REWARD_ROLE)
+        graph = overlap_scoring(graph, _REWARD_ROLE, STREAM_PARTS)
     for role, asked in question.moves.items():
         graph = move_role(graph, role, _places(graph, role, asked))
     after = replay_graph(graph)
