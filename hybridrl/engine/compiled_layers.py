@@ -4,7 +4,8 @@ Attention, linear attention and collectives stay as they are, between the compil
 is a fused kernel already, and has the bounds of the samples, which differ from batch to batch. A
 linear attention whose kernel is not installed loops over pieces of a sample, and would be compiled
 anew for each number of them. So what a layer keeps for its backward is what attention keeps, and
-what the compiler keeps of the parts before and after it.
+what the compiler keeps of the parts before and after it; a linear one may keep so much that its
+layer keeps its input only, or all.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from transformers import AttentionInterface
 
 from hybridrl.models.activation_checkpointing import (
     BLOCK_CHECKPOINTING,
+    FULL_CHECKPOINTING,
     NO_CHECKPOINTING,
     SELECTIVE_CHECKPOINTING,
 )
@@ -34,33 +36,35 @@ from hybridrl.system.dtypes import AUTO_DTYPE
 _log = logging.getLogger(__name__)
 
 _BACKEND = "inductor"
-_MOST_GRAPHS = 64
+_MOST_GRAPHS = 16
 """Of the forward of a class of layers: with and without gradients, of one row and of several, and
 of each kind of mixer and of feed-forward that its layers have. Torch's own limit is 8."""
 _KERNELS = "hub_kernels.py"
 """What in transformers puts the kernels of other packages in the place of its own functions."""
-MEMORY_BUDGETS = {SELECTIVE_CHECKPOINTING: 0.8, BLOCK_CHECKPOINTING: 0.0}
+_MEMORY_BUDGETS = {SELECTIVE_CHECKPOINTING: 0.8, BLOCK_CHECKPOINTING: 0.0}
 """What the parts of compiled layers may keep by `actor.gradient_checkpointing`, from 0, their
 inputs, to 1, what makes them quickest: about two thirds of it are results of matrix products."""
 
 
 def compile_layers(
     model: PackedModel, wanted: str, device: torch.device, kept: str = NO_CHECKPOINTING
-) -> bool:
+) -> str:
     """Compile every layer at its first run, in place. A layer that does not compile runs
     uncompiled, and the log says why.
 
     Args:
         wanted: `true`, `false`, or `auto`: where that is known to gain. A small model is trained
             to its end in the time that compiling takes.
-        kept: As `actor.gradient_checkpointing`. Compiled layers keep what `MEMORY_BUDGETS` says.
+        kept: As `actor.gradient_checkpointing`.
 
     Returns:
-        Whether layers are compiled.
+        The checkpointing that layers still need around them: `none` where compiled parts keep what
+        `_MEMORY_BUDGETS` says; `full` instead where there are kernels between these parts, whose
+        memory no budget limits; else as given.
     """
     gains = is_compile_worthwhile(device.type) and not is_small_model(model)
     if wanted == "false" or (wanted == AUTO_DTYPE and not gains):
-        return False
+        return kept
     import torch._dynamo as dynamo
 
     if dynamo.config.disable:
@@ -69,38 +73,47 @@ def compile_layers(
             "has switched torch's compiler off (vLLM on CPUs, or TORCHDYNAMO_DISABLE).",
             wanted,
         )
-        return False
+        return kept
     AttentionInterface.register(PACKED_ATTENTION, dynamo.disable(packed_attention))
     dynamo.config.recompile_limit = max(_MOST_GRAPHS, dynamo.config.recompile_limit)
     kinds = set(model.inner._no_split_modules or ())
     compiled = partial(torch.compile, dynamic=True)
-    if (budget := MEMORY_BUDGETS.get(kept)) is not None:
+    layers = [one for one in model.inner.modules() if type(one).__name__ in kinds]
+    left_out = [_leave_out_kernels(name) for name in {type(layer).__module__ for layer in layers}]
+    budget = _MEMORY_BUDGETS.get(kept)
+    if budget is not None and not any(left_out):
         compiled = partial(compiled, backend=_budget_backend(budget))
-    for module in model.inner.modules():
-        if type(module).__name__ in kinds:
-            _leave_out_kernels(type(module).__module__)
-            module.forward = _with_fallback(module, compiled(module.forward))
-    return True
+    for layer in layers:
+        layer.forward = _with_fallback(layer, compiled(layer.forward))
+    if budget is None:
+        return kept
+    return FULL_CHECKPOINTING if any(left_out) else NO_CHECKPOINTING
 
 
 @cache
-def _leave_out_kernels(modeling: str) -> None:
+def _leave_out_kernels(modeling: str) -> bool:
     """Keep the functions of a module of transformers out of graphs that have, or could have, a
-    kernel of another package in their place."""
+    kernel of another package in their place; return whether there are any."""
     import torch._dynamo as dynamo
 
-    functions = vars(sys.modules[modeling])
-    for name, function in list(functions.items()):
-        if inspect.isfunction(function) and _takes_kernel(function):
-            functions[name] = dynamo.disable(function)
+    def leave_out(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        return dynamo.disable(lambda *args, **kwargs: kernel(*args, **kwargs))
+
+    members = vars(sys.modules[modeling])
+    kernels = {name: one for name, one in members.items() if _takes_kernel(one, modeling)}
+    members.update({name: leave_out(kernel) for name, kernel in kernels.items()})
+    return bool(kernels)
 
 
-def _takes_kernel(function: Callable[..., Any] | None) -> bool:
-    while function is not None:
-        if inspect.isfunction(function) and function.__code__.co_filename.endswith(_KERNELS):
-            return True
-        function = getattr(function, "__wrapped__", None)
-    return False
+def _takes_kernel(member: Any, modeling: str) -> bool:
+    """Return whether the member is such a function of this module, or what the package `kernels`
+    makes of one."""
+    if isinstance(member, nn.Module):
+        return type(member).__module__.startswith("kernels.")
+    if not inspect.isfunction(member) or member.__module__ != modeling:
+        return False
+    is_wrapped = hasattr(member, "__wrapped__")
+    return is_wrapped and member.__code__.co_filename.endswith(_KERNELS)
 
 
 @cache

@@ -15,7 +15,7 @@ from hybridrl.checkpoint.tensors.file_plan import MAX_FILE_BYTES
 from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
 from hybridrl.checkpoint.tensors.write_errors import convert_write_errors, raise_on_all_ranks
 from hybridrl.config.schema import FULL_FORMAT, ActorConfig
-from hybridrl.engine.compiled_layers import MEMORY_BUDGETS, compile_layers
+from hybridrl.engine.compiled_layers import compile_layers
 from hybridrl.engine.model_folder import (
     load_model_folder,
     materialize_parameters,
@@ -87,9 +87,8 @@ class ShardedModel:
             self._pipeline = pipe = TrainingPipeline(group, config.parallel.chunks)
             model = StagedModel(model, DTYPES[dtype], pipe.rank, pipe.ranks, pipe.chunks)
         kept = config.gradient_checkpointing
-        compiled = compile_layers(model, config.compile, self.device, kept)
-        if not (compiled and kept in MEMORY_BUDGETS):
-            set_activation_checkpointing(model.inner, kept)
+        kept = compile_layers(model, config.compile, self.device, kept)
+        set_activation_checkpointing(model.inner, kept)
         # Gathering gradients once per update, not per micro-batch, needs them whole in memory.
         # They are added up in the precision in which they travel; a unit sums those of one only,
         # and of two chunks the one that ran last has its own still in that of computation.

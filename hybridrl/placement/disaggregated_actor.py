@@ -12,9 +12,10 @@ from hybridrl.controller import BatchRef, Handle, WorkerGroup
 from hybridrl.system.cluster_spec import DeviceSlot
 from hybridrl.system.deferred_interrupts import interrupts_deferred
 
-STREAM_PARTS = 4
-"""The number of parts in which samples leave the generator, so that some are scored while others
-are still generated."""
+STREAM_PARTS = 6
+"""The number of equal parts in which samples leave the generator, so that some are scored while
+others are still generated. Scores begin when the first is made, and nothing hides those of the
+last; each takes a call more."""
 _TRIALS = 2
 """Of each way to pack weights, where the faster one is found by measuring; the best one counts."""
 

@@ -237,8 +237,8 @@ def test_predictions_come_from_the_replay(run_of):
     (advice, *_) = advise(run_of(seconds=seconds, number=2, devices=((0, 1), (0, 1))))
     assert advice.numbers["change"] == pytest.approx(-2.25 / 6, abs=0.01)
     assert "reward.processes=4" in advice.action and "38% less" in advice.action
-    assert advice.numbers["overlapped"] == pytest.approx(-0.75 / 6, abs=0.01)
-    assert "up to 12% less" in advice.action
+    assert advice.numbers["overlapped"] == pytest.approx(-5 / 6 / 6, abs=0.01)
+    assert "up to 14% less" in advice.action
 
 
 def test_one_device_is_not_told_to_be_two(run_of):

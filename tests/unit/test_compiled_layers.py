@@ -1,7 +1,9 @@
 """`actor.compile`: the same gradients, and a word where it does not work."""
 
 import logging
+import sys
 from functools import partial
+from types import ModuleType
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AutoConfig
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 from hybridrl.algorithms.token_weighting import AGGREGATION_MODES
 from hybridrl.engine import compiled_layers
@@ -29,6 +32,7 @@ from hybridrl.models.model_shape import compute_model_shape
 from hybridrl.models.packed_attention import PACKED_ATTENTION
 from hybridrl.models.packed_models import CausalPolicy
 from hybridrl.models.packed_samples import PackedSamples
+from hybridrl.models.shrunk_config import shrink_config
 from hybridrl.parallel import fsdp
 
 
@@ -117,7 +121,7 @@ def measured(kept, layers):
     config = AutoConfig.for_model(**SHAPE, num_hidden_layers=layers)
     model = build_language_model(config, attn_implementation=PACKED_ATTENTION)
     policy = CausalPolicy(model).train()
-    assert compile_layers(policy, "true", CPU, kept)
+    assert compile_layers(policy, "true", CPU, kept) == "none"
     samples, saved = PackedSamples.of(make_batch(), CPU), {}
     own = {p.untyped_storage().data_ptr() for p in policy.parameters()}
 
@@ -172,3 +176,30 @@ def test_the_plan_knows_what_compiled_layers_keep(divided, kept):
     config = AutoConfig.for_model(**SHAPE, num_hidden_layers=4)
     planned = compute_model_shape(config, "float32", checkpointing=kept).compiled.per_layer
     assert planned == pytest.approx(two - one, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kept", "around"),
+    [("none", "none"), ("selective", "full"), ("block", "full"), ("full", "full")],
+)
+def test_a_linear_attention_between_compiled_parts_is_limited_from_around(kept, around):
+    config = shrink_config(AutoConfig.for_model("qwen3_next"), layers=1)
+    model = build_language_model(config, attn_implementation=PACKED_ATTENTION)
+    assert compile_layers(CausalPolicy(model), "true", CPU, kept) == around
+    for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn"):
+        assert vars(modeling_qwen3_next)[name]._torchdynamo_disable
+    assert not hasattr(modeling_qwen3_next.use_kernelized_func, "_torchdynamo_disable")
+
+
+def test_what_the_package_kernels_makes_of_a_function_is_left_out_too(monkeypatch):
+    class Func(torch.nn.Module):
+        __module__ = "kernels.layer.layer"
+
+        def forward(self, query):
+            return 2 * query
+
+    modeling = ModuleType("modeling_of_tests")
+    modeling.scan = Func()
+    monkeypatch.setitem(sys.modules, modeling.__name__, modeling)
+    assert compiled_layers._leave_out_kernels(modeling.__name__)
+    assert modeling.scan._torchdynamo_disable and modeling.scan(query=3) == 6

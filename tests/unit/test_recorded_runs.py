@@ -219,8 +219,8 @@ def test_samples_are_as_long_as_those_of_the_steps_that_are_kept(run_of):
             ({"set": ["link=2x"]}, 3.9),  # 0.2 s of an update are the link's
             ({"fix": "slowest"}, 3.0),  # the other rank works for 0.5 s
             ({"move": ["reward=own"]}, 4.0),  # nothing else could have begun
-            ({"overlap": "scoring"}, 3.625),  # of 0.5 s of scores a quarter is left
-            ({"overlap": "scoring", "scale": ["reward=6x"]}, 5.0),  # three quarters of 2 s hide it
+            ({"overlap": "scoring"}, 4 - 0.5 * 5 / 6),  # a sixth of the scores is left
+            ({"overlap": "scoring", "scale": ["reward=6x"]}, 6.5 - 2 * 5 / 6),  # 2 s hide it
         ],
         3,
         several=True,
