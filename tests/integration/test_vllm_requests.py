@@ -83,6 +83,17 @@ def make_requests(rank, tmp_path):
         for finished in found:
             assert finished.token_ids == whole[5].token_ids[: at + 1]
             assert finished.finish_reason == "stop"
+
+        half = tuple(range(2, 25))  # of the tokens end a sample
+        engine.start(Request(0, prompt, SamplingSettings(24, stop_token_ids=half), 1, samples=6))
+        polls = [[one.key for one in engine.poll()] for _ in range(25)]
+        assert sorted(key for poll in polls for key in poll) == list(range(6))
+        assert len(list(filter(None, polls))) > 1, "each sample is given when it ends"
+
+        engine.start(Request(0, prompt, SamplingSettings(8, temperature=0), 1, samples=3))
+        engine.abort([1])
+        alike = [one for _ in range(10) for one in engine.poll()]
+        assert [one.key for one in alike] == [0, 2] and alike[0].token_ids == alike[1].token_ids
     finally:
         engine.close()
         remove_shared_memory(job)
