@@ -4,8 +4,8 @@ Attention, linear attention and collectives stay as they are, between the compil
 is a fused kernel already, and has the bounds of the samples, which differ from batch to batch. A
 linear attention whose kernel is not installed loops over pieces of a sample, and would be compiled
 anew for each number of them. So what a layer keeps for its backward is what attention keeps, and
-what the compiler keeps of the parts before and after it; a linear one may keep so much that its
-layer keeps its input only, or all.
+what the compiler keeps of the parts before and after it. Where memory is limited, a layer with
+linear attention keeps its input only.
 """
 
 from __future__ import annotations
@@ -106,10 +106,10 @@ def _leave_out_kernels(modeling: str) -> bool:
 
 
 def _takes_kernel(member: Any, modeling: str) -> bool:
-    """Return whether the member is such a function of this module, or what the package `kernels`
-    makes of one."""
-    if isinstance(member, nn.Module):
-        return type(member).__module__.startswith("kernels.")
+    """Return whether the member is such a function of this module, or the module that the package
+    `kernels` makes of one. Of others, such as rotary embeddings, it makes modules, too."""
+    if isinstance(member, nn.Module) and type(member).__module__.startswith("kernels."):
+        member = inspect.getclosurevars(type(member).forward).nonlocals.get("func")
     if not inspect.isfunction(member) or member.__module__ != modeling:
         return False
     is_wrapped = hasattr(member, "__wrapped__")

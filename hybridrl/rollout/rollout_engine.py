@@ -90,6 +90,12 @@ class Request(NamedTuple):
     seed: int
     samples: int = 1
 
+    def split(self) -> Iterator[Request]:
+        """Yield a request for each of its samples."""
+        for number in range(self.samples):
+            key, seed = self.key + number, self.seed + number
+            yield self._replace(key=key, seed=seed, samples=1)
+
 
 class EngineOutput(NamedTuple):
     """The output for one sample of a request: its tokens, log-probabilities and finish reason.
@@ -360,9 +366,7 @@ class BatchedEngine(RolloutEngine):
     ) -> Batch: ...
 
     def start(self, request: Request) -> None:
-        for number in range(request.samples):
-            key, seed = request.key + number, request.seed + number
-            self._waiting.append(request._replace(key=key, seed=seed, samples=1))
+        self._waiting.extend(request.split())
 
     def poll(self, enough: Enough | None = None) -> list[EngineOutput]:
         waiting, self._waiting = sorted(self._waiting, key=lambda request: request.key), []

@@ -109,9 +109,8 @@ class VLLMEngine(RolloutEngine):
         if request.sampling.temperature == 0:  # one sample stands for all
             self._start(request)
             return
-        for number in range(request.samples):  # vLLM gives all samples of one request at once
-            key, seed = request.key + number, request.seed + number
-            self._start(request._replace(key=key, seed=seed, samples=1))
+        for one in request.split():  # vLLM gives all samples of one request at once
+            self._start(one)
 
     def _start(self, request: Request) -> None:
         name, ids, salt = str(request.key), request.prompt_ids, str(self._weights)

@@ -21,6 +21,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AutoConfig
+from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from hybridrl.algorithms.token_weighting import AGGREGATION_MODES
@@ -192,14 +193,24 @@ def test_a_linear_attention_between_compiled_parts_is_limited_from_around(kept, 
 
 
 def test_what_the_package_kernels_makes_of_a_function_is_left_out_too(monkeypatch):
-    class Func(torch.nn.Module):
-        __module__ = "kernels.layer.layer"
+    """Of a rotary embedding, which all models have, it makes one as well."""
 
-        def forward(self, query):
-            return 2 * query
+    def module_of(func):
+        class Func(torch.nn.Module):
+            __module__ = "kernels.layer.layer"
 
-    modeling = ModuleType("modeling_of_tests")
-    modeling.scan = Func()
+            def forward(self, *args, **kwargs):
+                return func(*args, **kwargs)
+
+        return Func()
+
+    def doubled(query):
+        return 2 * query
+
+    modeling = ModuleType(__name__)
+    scan = use_kernel_func_from_hub_with_fallback("selective_scan_fn", "no_such_package")(doubled)
+    modeling.scan, modeling.rotary = module_of(scan), module_of(doubled)
     monkeypatch.setitem(sys.modules, modeling.__name__, modeling)
     assert compiled_layers._leave_out_kernels(modeling.__name__)
     assert modeling.scan._torchdynamo_disable and modeling.scan(query=3) == 6
+    assert isinstance(modeling.rotary, torch.nn.Module)
