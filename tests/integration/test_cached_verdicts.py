@@ -152,7 +152,8 @@ def change_function(folder):
 
 
 def change_neighbour(folder):
-    (folder / "neighbour.py").write_text("FACTOR = 3.0\n")
+    # of another size: Python takes bytecode for current by the file's size and second
+    (folder / "neighbour.py").write_text("FACTOR = 1.0 + 2.0\n")
     return {}, 3.0
 
 
@@ -187,7 +188,7 @@ def test_what_another_call_might_not_return_is_not_cached(folder, name):
 
 def test_a_module_that_is_imported_when_it_is_called_counts(folder):
     """On the first call nobody knows of it yet."""
-    for factor in (1.0, 2.0):
+    for factor in (1.0, 22.0):  # of different sizes, as `change_neighbour` explains
         (folder / "lazy.py").write_text(f"FACTOR = {factor}\n")
         for count in (1, 2):
             found, calls, _ = score(folder, "late", "a" * count)
