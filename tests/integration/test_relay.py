@@ -237,7 +237,7 @@ def test_a_killed_host_is_named(few):
 
 @pytest.mark.more
 def test_a_hanging_host_is_named_with_all_stacks(few):
-    tiny = few(timeout_s=5.0)
+    tiny = few(timeout_s=20.0)  # the relay, too, has to have started within it
     with pytest.raises(CallTimeoutError, match=r"tiny\.sleep on rank 1 did not finish") as caught:
         tiny.sleep(1, 60.0).get()
     assert "time.sleep(seconds)" in str(caught.value)
