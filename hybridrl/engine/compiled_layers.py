@@ -77,7 +77,10 @@ def compile_layers(
     AttentionInterface.register(PACKED_ATTENTION, dynamo.disable(packed_attention))
     dynamo.config.recompile_limit = max(_MOST_GRAPHS, dynamo.config.recompile_limit)
     kinds = set(model.inner._no_split_modules or ())
-    compiled = partial(torch.compile, dynamic=True)
+    # What differs between two runs becomes a symbol: numbers of samples and of tokens. If all sizes
+    # were symbols from the start, widths would be, too, in what is sharded or between two graphs,
+    # and torch 2.13 fails to order the strides of linear attention's parts.
+    compiled = partial(torch.compile, dynamic=None)
     layers = [one for one in model.inner.modules() if type(one).__name__ in kinds]
     left_out = [_leave_out_kernels(name) for name in {type(layer).__module__ for layer in layers}]
     budget = _MEMORY_BUDGETS.get(kept)

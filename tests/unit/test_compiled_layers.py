@@ -58,6 +58,25 @@ def test_compiled_layers_that_are_sharded_and_repeated_learn_the_same(mesh, monk
     assert_same_gradient(found, expectations()(AGGREGATION_MODES[0], CLIPPED)[0])
 
 
+def test_of_sizes_only_numbers_of_tokens_are_symbols(mesh, monkeypatch):
+    """Widths are not, though parameters are sharded and each layer is of several graphs."""
+    symbols = []
+
+    def record(graph, _):
+        inputs = graph.graph.find_nodes(op="placeholder")
+        values = [node.meta.get("example_value") for node in inputs]
+        tensors = [one for one in values if isinstance(one, torch.Tensor)]
+        shape = [size for one in tensors for size in one.shape if not isinstance(size, int)]
+        symbols.append({symbol for size in shape for symbol in size.node.expr.free_symbols})
+        return graph
+
+    monkeypatch.setattr(fsdp, "SMALL_MODEL_BYTES", 0)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=record))
+    engine = make_engine(mesh, compile="true", tokens_per_microbatch=32)
+    update(engine, make_batch())
+    assert symbols[-1] and all(len(found) <= 1 for found in symbols)
+
+
 @pytest.mark.parametrize(("wanted", "compiles"), [("auto", False), ("false", False)])
 def test_cpus_compile_only_if_told_to(wanted, compiles):
     policy = CausalPolicy(make_model())
