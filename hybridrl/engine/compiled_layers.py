@@ -36,9 +36,10 @@ from hybridrl.system.dtypes import AUTO_DTYPE
 _log = logging.getLogger(__name__)
 
 _BACKEND = "inductor"
-_MOST_GRAPHS = 16
-"""Of the forward of a class of layers: with and without gradients, of one row and of several, and
-of each kind of mixer and of feed-forward that its layers have. Torch's own limit is 8."""
+_MOST_GRAPHS = 32
+"""Of the forward of a class of layers: with and without gradients, of one row and of several, of
+each kind of mixer and of feed-forward that its layers have, and of the first sizes and of all
+others. Jamba has 19. Torch's own limit is 8."""
 _KERNELS = "hub_kernels.py"
 """What in transformers puts the kernels of other packages in the place of its own functions."""
 _MEMORY_BUDGETS = {SELECTIVE_CHECKPOINTING: 0.8, BLOCK_CHECKPOINTING: 0.0}

@@ -19,6 +19,8 @@ from hybridrl.models.packed_attention import PACKED_ATTENTION, packed_attention
 from hybridrl.models.packed_models import CausalPolicy
 from hybridrl.models.packed_samples import PackedSamples
 from hybridrl.models.shrunk_config import shrink_config
+from hybridrl.parallel import fsdp
+from hybridrl.parallel.fsdp import apply_fsdp
 
 LENGTHS = [(20, 33), (40,), (17, 150, 9), (140,), (21, 40), (15, 15, 15)]
 OTHER_LENGTHS = [(270,), (230, 30), (31, 31)]
@@ -33,7 +35,9 @@ FEWEST = {"jamba": 6, "lfm2": 4, "qwen3_5_text": 4, "qwen3_next": 4}
 
 @pytest.fixture(autouse=True)
 def traced(monkeypatch):
-    """Layers are traced, and not given to the C++ compiler, which would take minutes."""
+    """Layers are sharded each, and traced, but not given to the C++ compiler, which would take
+    minutes."""
+    monkeypatch.setattr(fsdp, "SMALL_MODEL_BYTES", 0)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     yield
     torch._dynamo.reset()
@@ -51,7 +55,7 @@ def batch_of(lengths, routing, replays):
     return Batch.from_columns(columns)
 
 
-def graphs_of(family, layers, kept, replays, batches):
+def graphs_of(mesh, family, layers, kept, replays, batches):
     """Graphs that are compiled to score and to learn from micro-batches."""
     rows, settings = FAMILIES[family]
     config = AutoConfig.for_model(family, **settings)
@@ -67,6 +71,7 @@ def graphs_of(family, layers, kept, replays, batches):
     assert routing or not replays
     policy = CausalPolicy(model, rows)
     compile_layers(policy, "true", CPU)
+    apply_fsdp(policy, mesh.fsdp, torch.float32, offload=False)
     for lengths in batches:
         samples = PackedSamples.of(batch_of(lengths, routing, replays), CPU, rows)
         with torch.no_grad():
@@ -89,10 +94,10 @@ def tier_of(case):
 @pytest.mark.parametrize(
     ("family", "kept", "replays"), [pytest.param(*case, marks=tier_of(case)) for case in CASES]
 )
-def test_graphs_do_not_grow_with_layers(caplog, family, kept, replays):
+def test_graphs_do_not_grow_with_layers(mesh, caplog, family, kept, replays):
     with caplog.at_level(logging.WARNING):
         fewest = FEWEST.get(family, 2)
-        few = graphs_of(family, fewest, kept, replays, LENGTHS)
-        more = graphs_of(family, fewest + 2, kept, replays, LENGTHS + OTHER_LENGTHS)
+        few = graphs_of(mesh, family, fewest, kept, replays, LENGTHS)
+        more = graphs_of(mesh, family, fewest + 2, kept, replays, LENGTHS + OTHER_LENGTHS)
     assert 0 < few == more
     assert "recompile_limit" not in caplog.text
