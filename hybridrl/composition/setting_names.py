@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -76,14 +77,16 @@ def check_setting_name(key: str, value: str = "", arguments: Iterable[str] = ())
 
 
 def _suggest_setting(key: str, known: list[str], value: str, arguments: Iterable[str]) -> str:
-    """Suggest what an unknown key may mean: an alias of another library, else the closest full
-    name, else a setting with the same last word."""
+    """Suggest what an unknown key may mean: an alias of another library, else a name that differs
+    by a letter or two, else the settings with the same last word, else the closest name."""
     if key.split(".")[0].split("/")[0] == "hydra":
         return " Jobs keep their files in run.root, or in run.directory; nothing else is Hydra's."
     if told := explain_alias(key, value, arguments):
         return f" {told}"
-    if close := suggest_name(key, [*known, *DEFAULT_PRESETS]):
-        return close
+    names = [*known, *DEFAULT_PRESETS]
     last = key.rsplit(".", 1)[-1]
-    same = [name for name in known if name.rsplit(".", 1)[-1] == last]
-    return f" Did you mean `{same[0]}`?" if same else " `--cfg job` shows all settings."
+    same = [f"`{name}`" for name in known if name.rsplit(".", 1)[-1] == last]
+    same.sort(key=lambda name: name.count("."))
+    if same and not difflib.get_close_matches(key, names, n=1, cutoff=0.85):
+        return f" Did you mean {' or '.join(same[:4])}?"
+    return suggest_name(key, names) or " `--cfg job` shows all settings."

@@ -97,6 +97,9 @@ def test_other_values_are_as_ever(override, value, monkeypatch):
             ["++trainer.stps=3"],
             r"^There is no setting `trainer\.stps`\. Did you mean `trainer\.st",
         ),
+        (["run.steps=3"], r"^There is no setting `run\.steps`\. Did you mean .*`trainer\.steps`\?"),
+        (["max_tokns=3"], r"no setting `max_tokns`\. Did you mean"),
+        (["max_tokens=3"], r"no setting `max_tokens`\. Did you mean `rollout\.max_tokens` or "),
         (
             ["~data.path"],
             r"^~data\.path: no setting can be taken away.*or write data\.path=null\.$",
