@@ -98,7 +98,7 @@ def test_other_values_are_as_ever(override, value, monkeypatch):
             r"^There is no setting `trainer\.stps`\. Did you mean `trainer\.st",
         ),
         (["run.steps=3"], r"^There is no setting `run\.steps`\. Did you mean .*`trainer\.steps`\?"),
-        (["max_tokns=3"], r"no setting `max_tokns`\. Did you mean"),
+        (["trainer.max_tokens=3"], r"Did you mean `rollout\.max_tokens` or `reward\.judge\.max"),
         (["max_tokens=3"], r"no setting `max_tokens`\. Did you mean `rollout\.max_tokens` or "),
         (
             ["~data.path"],
