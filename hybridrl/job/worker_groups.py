@@ -82,7 +82,7 @@ def build_worker_groups(job: PreparedJob, executor: Executor) -> dict[str, Any]:
             groups["actor"], groups["generator"], job.config, executor.cluster.devices
         )
     elif _scores_beside(groups, executor, job.config):
-        groups["actor"] = StreamingActor(groups["actor"])
+        groups["actor"] = StreamingActor(groups["actor"], lambda: executor.seconds["reward"])
     for role in job.roles:
         groups[role] = groups[find_playing_role(job.roles, role, job.config)]
     return groups
