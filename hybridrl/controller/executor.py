@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 from abc import ABC, abstractmethod
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -55,7 +55,6 @@ class Executor(ABC):
         step: The number of the one that calls belong to now.
         takes_calls: False after a worker has failed or died, and after `close`.
         failure: The first line of the error that ended the job.
-        seconds: By role, how long its calls that have ended took, each on its slowest rank.
         notify: Told, in a sentence, what the user should know while calls run.
         has_lanes: Whether roles that `Worker.runs_beside` others do so.
     """
@@ -69,7 +68,6 @@ class Executor(ABC):
 
     def __init__(self) -> None:
         self.step = 0
-        self.seconds: dict[str, float] = defaultdict(float)
         self.notify: Callable[[str], None] = logging.getLogger(__name__).warning
         self._made = 0
         self._pending: dict[int, GroupCall] = {}
@@ -235,14 +233,11 @@ class Executor(ABC):
         """Move a call whose ranks have all replied from the pending calls to the records."""
         if self._pending.pop(call.number, None) is None:
             return
-        longest = 0.0
         for host, reply in zip(call.hosts, call.replies, strict=True):
             if reply is not None:
                 record = reply.record
                 record.call, record.host, record.reads = call.number, host, call.reads
                 self._records.append((call.step, record))
-                longest = max(longest, record.end - record.start)
-        self.seconds[call.role] += longest
 
 
 def _find_input_calls(request: CallRequest) -> tuple[int, ...]:

@@ -48,7 +48,7 @@ from hybridrl.workers.meta_reward_worker import MetaRewardWorker
 from hybridrl.workers.reference_worker import ReferenceWorker
 from hybridrl.workers.remote_teacher import RemoteTeacher
 from hybridrl.workers.reward_model_worker import RewardModelWorker
-from hybridrl.workers.reward_worker import RewardWorker, ScoredSources
+from hybridrl.workers.reward_worker import SCORE_COLUMN, RewardWorker, ScoredSources
 from hybridrl.workers.training_engines import ModelSource
 
 _WorkerKeywords = Mapping[str, Any]
@@ -82,22 +82,32 @@ def build_worker_groups(job: PreparedJob, executor: Executor) -> dict[str, Any]:
             groups["actor"], groups["generator"], job.config, executor.cluster.devices
         )
     elif _scores_beside(groups, executor, job.config):
-        groups["actor"] = StreamingActor(groups["actor"], lambda: executor.seconds["reward"])
+        groups["actor"] = StreamingActor(groups["actor"])
     for role in job.roles:
         groups[role] = groups[find_playing_role(job.roles, role, job.config)]
     return groups
 
 
 def _scores_beside(groups: Mapping[str, Any], executor: Executor, config: Config) -> bool:
-    """Return whether rewards can be computed while the actor generates: on other threads, of
-    samples that an engine ends one by one."""
-    actor, reward = groups.get(ACTOR_ROLE), groups.get("reward")
-    if actor is None or reward is None or config.rollout.engine != "vllm":
-        return False
-    generate = getattr(actor.worker_class, "generate_sequences", None)
+    """Return whether scores are computed while the actor generates: on other threads, of samples
+    that an engine ends one by one."""
+    actor = groups.get(ACTOR_ROLE)
+    generate = getattr(getattr(actor, "worker_class", None), "generate_sequences", None)
     is_ours = generate is ActorWorker.generate_sequences
-    beside = reward.worker_class.runs_beside(reward.keywords)
-    return bool(executor.has_lanes and is_ours and beside)
+    if not (is_ours and executor.has_lanes and config.rollout.engine == "vllm"):
+        return False
+    return any(_gains_by_parts(groups[role]) for role in SCORE_COLUMN if role in groups)
+
+
+def _gains_by_parts(group: Any) -> bool:
+    """Return whether a role scores parts of the samples beside generation, and takes longer for
+    them than the further calls do. What decides are settings, not times: vLLM computes samples that
+    are handed over in parts in another order, so a resumed run has to decide alike."""
+    worker, keywords = group.worker_class, group.keywords
+    spec = getattr(getattr(worker, "compute_reward", None), "__transfer__", None)
+    if spec is None or not spec.bind(keywords).streams or not worker.runs_beside(keywords):
+        return False
+    return not (issubclass(worker, RewardWorker) and worker.is_quick(keywords))
 
 
 def check_injected_faults(job: PreparedJob) -> None:

@@ -16,9 +16,6 @@ STREAM_PARTS = 6
 """The number of equal parts in which samples leave the generator, so that some are scored while
 others are still generated. Scores begin when the first is made, and nothing hides those of the
 last; each takes a call more."""
-_WORTH_SECONDS = 0.25
-"""Scoring that takes less between two generations is not hidden behind them: the further calls, and
-scoring beside generation on the same cores, cost a step of 0.6 s on two cores 0.1 to 0.2 s."""
 _TRIALS = 2
 """Of each way to pack weights, where the faster one is found by measuring; the best one counts."""
 
@@ -41,18 +38,14 @@ def choose_weight_transport(config: Config, devices: Iterable[DeviceSlot]) -> tu
 
 class StreamingActor:
     """An actor whose samples leave it in parts, so that roles on the same devices that need no
-    accelerator score some while others are still generated: once scoring was seen to take longer
-    than the further calls do. Samples are the same in either case.
+    accelerator score some while others are still generated.
 
     Args:
         actor: The group.
-        scoring_seconds: Returns how long all calls of the roles that score have taken so far.
     """
 
-    def __init__(self, actor: WorkerGroup, scoring_seconds: Callable[[], float]) -> None:
-        self._actor, self._scoring_seconds = actor, scoring_seconds
-        self._seconds = scoring_seconds()  # of being built
-        self._parts = 1
+    def __init__(self, actor: WorkerGroup) -> None:
+        self._actor = actor
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # of an object that is being copied or unpickled
@@ -62,13 +55,7 @@ class StreamingActor:
     def generate_sequences(self, batch: BatchRef, sampling: Any) -> BatchRef:
         """Generate as `ActorWorker.generate_sequences` does. Whoever keeps unfinished samples waits
         for the last part anyway, and gets one."""
-        before, self._seconds = self._seconds, self._scoring_seconds()
-        if self._seconds > before:  # else nothing was scored since
-            self._parts = STREAM_PARTS if self._seconds - before > _WORTH_SECONDS else 1
-        number = self._parts if sampling.partial is None else 1
-        if number == 1:
-            whole: BatchRef = self._actor.generate_sequences(batch, sampling)
-            return whole
+        number = STREAM_PARTS if sampling.partial is None else 1
         parts = [self._actor.generate_sequences(batch, sampling, number)]
         parts += [self._actor.take_sequences(part, number) for part in range(1, number)]
         return BatchRef.of_stream(parts)

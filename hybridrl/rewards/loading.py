@@ -284,12 +284,12 @@ def resolve_functions(settings: Any) -> tuple[list[str | RewardFunction], list[f
 
 
 def needs_groups(settings: Any) -> bool:
-    """Return whether a function may need all samples of a prompt together, as far as that shows
-    without importing user code."""
+    """Return whether a function may need all samples of a prompt, or of a rank, together, as far as
+    that shows without importing user code."""
     for function in resolve_functions(settings)[0]:
         find = _find_named_parameters if isinstance(function, str) else read_parameters
         parameters = find(function)
-        if parameters is None or find_call_scope(parameters) == "group":
+        if parameters is None or find_call_scope(parameters) != "row":
             return True
     return False
 

@@ -26,6 +26,7 @@ from hybridrl.config.setting import Setting
 from hybridrl.controller import THREE_D, WorkerContext, transfer
 from hybridrl.errors import RewardError
 from hybridrl.models.model_loading import load_tokenizer
+from hybridrl.rewards.builtin_rewards import QUICK_FUNCTIONS
 from hybridrl.rewards.loading import needs_groups, resolve_functions
 from hybridrl.rewards.response_steps import count_tokens_up_to, step_ends
 from hybridrl.rewards.returned_scores import StepRewards
@@ -80,15 +81,20 @@ def _list_optional_columns(built: Mapping[str, Any]) -> list[str]:
     return [f"{built['kind']}/*", *(["check/*"] if config is not None and config.check else [])]
 
 
+def _list_function_settings(built: Mapping[str, Any]) -> list[RewardConfig]:
+    """List the settings of the functions, one for each source that has its own."""
+    config: RewardConfig | None = built.get("config")
+    if config is None:
+        return []
+    names, functions, _ = built.get("sources") or ScoredSources()
+    return list(resolve_source_settings(config, functions, names).values())
+
+
 def _has_group_scores(built: Mapping[str, Any]) -> bool:
     """Return whether the samples of a prompt are scored together."""
     config: RewardConfig | None = built.get("config")
-    if config is None:
-        return False
-    ranks = config.judge.path is not None and config.judge.mode == "rank"
-    names, functions, _ = built.get("sources", ScoredSources())
-    own = resolve_source_settings(config, functions, names)
-    return ranks or any(map(needs_groups, own.values()))
+    ranks = config is not None and config.judge.path is not None and config.judge.mode == "rank"
+    return ranks or any(map(needs_groups, _list_function_settings(built)))
 
 
 class RewardWorker(ModelWorker):
@@ -156,6 +162,12 @@ class RewardWorker(ModelWorker):
         if cls is not RewardWorker:
             return super().runs_beside(keywords)
         return keywords.get("model") is None and keywords.get("judge") is None
+
+    @classmethod
+    def is_quick(cls, keywords: Mapping[str, Any]) -> bool:
+        """Return whether all functions are `QUICK_FUNCTIONS`, or there are none."""
+        each = map(resolve_functions, _list_function_settings(keywords))
+        return all(QUICK_FUNCTIONS.issuperset(functions) for functions, _ in each)
 
     @property
     def takes_memory(self) -> bool:

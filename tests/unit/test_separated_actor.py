@@ -1,12 +1,9 @@
-"""Which parcels of weights a generator is given: differences where it has what they differ from;
-and whether an actor hands its samples over in parts."""
-
-from types import SimpleNamespace
+"""Which parcels of weights a generator is given: differences where it has what they differ from."""
 
 import pytest
 
 from hybridrl.placement import disaggregated_actor
-from hybridrl.placement.disaggregated_actor import DisaggregatedActor, StreamingActor
+from hybridrl.placement.disaggregated_actor import DisaggregatedActor
 
 
 @pytest.fixture(autouse=True)
@@ -139,17 +136,3 @@ def test_the_first_parcels_are_timed_both_ways_and_the_faster_one_stays(
     assert packs == ["full", "delta", "full", "delta", *[kept] * 3]
     beside = [] if kept == "plain" else ["pack_whole_weights:0"]
     assert loaded[-1] == [f"{kept}:7", *beside]
-
-
-def test_samples_are_handed_over_in_parts_once_scoring_takes_its_time():
-    group, total, numbers = Group(), [3.0], []  # the workers took 3 s to be built
-    streaming = StreamingActor(group, lambda: total[0])
-    # Before each generation: no scoring yet, little, much, none between two generations of a step,
-    # much with partial rollouts, much, little again.
-    seconds = (0, 0.1, 2, 0, 2, 2, 0.1)
-    for number, spent in enumerate(seconds):
-        total[0] += spent
-        group.calls.clear()
-        streaming.generate_sequences("batch", SimpleNamespace(partial=0.8 if number == 4 else None))
-        numbers.append(len(group.calls))
-    assert numbers == [1, 1, 6, 6, 1, 6, 1]

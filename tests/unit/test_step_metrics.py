@@ -11,6 +11,8 @@ from hybridrl.batch.call_record import CallRecord
 from hybridrl.config.schema import RewardConfig
 from hybridrl.controller import Worker, WorkerContext
 from hybridrl.engine.micro_batches import UpdateMetrics
+from hybridrl.job import worker_groups
+from hybridrl.rewards.loading import parse_function_list
 from hybridrl.run.step_metrics import compute_step_metrics
 from hybridrl.run.step_runner import of_sampled
 from hybridrl.weights.encoded_reshard import SyncCost
@@ -248,6 +250,37 @@ def test_only_rewards_that_are_known_to_need_no_device_run_beside_others():
     assert RewardWorker.runs_beside({"model": None, "judge": None})
     assert not RewardWorker.runs_beside({"model": "folder", "judge": None})
     assert not WithOwnModel.runs_beside({"model": None, "judge": None})
+
+
+@pytest.mark.parametrize(
+    ("settings", "gains"),
+    [
+        ({"function": "exact"}, False),
+        ({"function": ["exact", "format"], "options": {"format": {"pattern": "x"}}}, False),
+        ({"function": "exact", "check": "math"}, True),
+        ({"function": "{file}:of_row"}, True),
+        ({"function": ["exact", "{file}:of_row"]}, True),
+        ({"function": "{file}:of_prompt"}, False),
+        ({"function": "{file}:of_rank"}, False),
+        ({"function": None, "model": "folder"}, False),
+    ],
+)
+def test_samples_leave_in_parts_where_functions_that_take_time_score_them_by_themselves(
+    tmp_path, settings, gains
+):
+    """Functions in TRL's shape are promised all samples of a rank."""
+    (tmp_path / "own.py").write_text(
+        "def of_row(prompt, response, answer, **row): ...\n"
+        "def of_prompt(prompt, responses, **row): ...\n"
+        "def of_rank(prompts, completions, **columns): ...\n"
+    )
+    listed = settings["function"]
+    named = [one.format(file=tmp_path / "own.py") for one in parse_function_list(listed)]
+    config = RewardConfig(**{**settings, "function": named})
+    for kind in ("reward", "cost"):
+        built = {"kind": kind, "config": config, "model": config.model, "judge": None}
+        group = SimpleNamespace(worker_class=RewardWorker, keywords=built)
+        assert worker_groups._gains_by_parts(group) == gains
 
 
 def test_the_hit_rate_of_a_cache_is_of_all_calls_of_a_step():
